@@ -16,7 +16,7 @@ from benchmarks import elimination, operations, record
 from benchmarks.instances import Instance, synthetic
 from benchmarks.operations import MODELS, Site
 from coec.devices import choose_solve_dtype, double_rate
-from coec.selection.elimination import removal_order
+from coec.selection.elimination import removal_path
 from coec.types import Gram, GramSum, KeptSet
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def _summed(rows: Tensor) -> Tensor:
 
 
 def _eliminated(W: Tensor, G: Tensor, site: Site) -> Tensor:
-    return torch.as_tensor(removal_order(W, G, site.d, site.k))
+    return torch.as_tensor([unit for unit, _ in removal_path(W, G, site.d, site.k)])
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

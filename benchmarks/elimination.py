@@ -21,7 +21,7 @@ from benchmarks import operations, record
 from benchmarks.meter import Counter
 from benchmarks.operations import Site
 from coec.linalg.spd import regularized_inverse
-from coec.selection.elimination import PANEL, removal_order
+from coec.selection.elimination import PANEL, removal_path
 
 INVERSE = "coec.selection.elimination.regularized_inverse"
 RANK = 4096
@@ -60,10 +60,10 @@ def measure(site: Site) -> dict[str, Any]:
     record.forget_peak()
     with mock.patch(INVERSE, timed), Counter() as counter:
         began = record.clock()
-        order = removal_order(W, G, site.d, site.k)
+        path = removal_path(W, G, site.d, site.k)
         seconds = record.clock() - began
     return {
-        "d": site.d, "m": site.m, "k": site.k, "removed": len(order), "rate": rate,
+        "d": site.d, "m": site.m, "k": site.k, "removed": len(path), "rate": rate,
         **counted,
         "rest_seconds": seconds - counted["inverse_seconds"],
         "rest_operations": counter.operations - counted["inverse_operations"],

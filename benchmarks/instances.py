@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.operations import Site
-from coec.compensation.frame import Frame, RotationTarget, Shrinkage
+from coec.compensation.frame import Frame, RotationTarget
 from coec.compensation.objective import OutputProblem, kept_columns
+from coec.linalg.gcv import Shrinkage
 from coec.linalg.right import RightProblem
-from coec.linalg.spd import power
+from coec.linalg.spd import root
 from coec.types import Gram, KeptSet
 
 ALPHA = 0.9
@@ -131,17 +132,17 @@ def right_solve(instance: Instance) -> tuple[RightProblem, Tensor]:
 
     After tempering, the factors, the first left rotation and the first rescale.
     """
-    weight, kept = instance.weight, instance.kept
-    problem = OutputProblem.of(weight, power(instance.gram.xx, ALPHA), kept)
-    target = RotationTarget.of(problem)
-    frame = Frame.of(kept_columns(weight, kept), target).rotated_left(target)
-    frame, _, _ = frame.rescaled(target, Shrinkage("gcv", 1.0, 10.0))
+    target = RotationTarget.of(tempered(instance))
+    frame = Frame.of(kept_columns(instance.weight, instance.kept), target).rotated_left(target)
+    frame, _, _ = frame.rescaled(target, Shrinkage())
     return frame.right_problem(target, None), frame.R
 
 
 def tempered(instance: Instance) -> OutputProblem:
     """The problem that the loop works on."""
-    return OutputProblem.of(instance.weight, power(instance.gram.xx, ALPHA), instance.kept)
+    factor = root(instance.gram.xx, ALPHA)
+    assert factor is not None, "ALPHA is below 1"
+    return OutputProblem.of(instance.weight, factor @ factor.T, instance.kept)
 
 
 def _power_law(n: int, decay: float, like: Tensor) -> Tensor:

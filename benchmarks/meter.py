@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import operations, record
-from coec.compensation.descent import RightSolver
+from coec.compensation.descent import Descent
 from coec.compensation.frame import Frame, RotationTarget
 from coec.compensation.objective import OutputProblem
 from coec.linalg.products import rounded_products
@@ -25,7 +25,7 @@ PHASES = {
     "svd": (Frame, "of"),
     "left": (Frame, "rotated_left"),
     "rescale": (Frame, "rescaled"),
-    "right": (RightSolver, "__call__"),
+    "right": (Descent, "turned_right"),
     "assembly": (Frame, "weight"),
 }
 """Where each phase is entered; what else a compensation does is `REST`."""

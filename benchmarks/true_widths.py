@@ -168,7 +168,7 @@ def _traced(name: str) -> Iterator[Steps]:
     def watched(*given: Any) -> Any:
         moved = inner(*given)
         if moved is not None:
-            steps.append((record.clock() - began, moved.point.value))
+            steps.append((record.clock() - began, moved[0].value))
             at, value = steps[-1]
             peak = record.resident("VmHWM") / 2**30
             told = f"  {name} step {len(steps)}: {value:.6f} at {at:.0f} s, {peak:.1f} GiB"

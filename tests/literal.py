@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from coec.compensation.objective import OutputProblem, kept_columns
-from coec.linalg.gcv import rescale
+from coec.linalg.gcv import Shrinkage, rescale
 from coec.linalg.polar import newton_schulz_polar
-from coec.linalg.spd import power
 from coec.linalg.stiefel import retract_cayley, tangent
 from coec.types import Gram, KeptSet
+from oracles import power
 
 
 def literal(
@@ -55,7 +55,7 @@ def rescaled(W: Tensor, problem: OutputProblem, kappa: float) -> Tensor:
     U, s, R = torch.linalg.svd(W, full_matrices=False)
     response = ((U.T @ problem.Gyx) * R).sum(dim=1)
     energy = ((R @ problem.Gxx) * R).sum(dim=1)
-    return (U * rescale(s, response, energy, kappa=kappa).s) @ R
+    return (U * rescale(s, response, energy, Shrinkage(kappa=kappa)).s) @ R
 
 
 def rotated_right(

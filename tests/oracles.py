@@ -2,6 +2,14 @@
 
 import torch
 
+from coec.linalg.spd import root
+
+
+def power(G, alpha):
+    """`G^α`, as the factor of the tempered Gram has it; G itself where there is none."""
+    factor = root(G, alpha)
+    return G if factor is None else factor @ factor.T
+
 
 def relative_error(W0, X, kept, W, bias=0.0):
     """`‖Y − W X_K − b‖² / ‖Y‖²` on the inputs themselves."""
@@ -50,13 +58,12 @@ def literal_left_then_rescale(W, Gxx, Gyx):
     return gcv_rescale(polar_by_svd(Gyx @ W.T) @ W, Gxx, Gyx)
 
 
-def right_objective(R, s, Gxx, C, yy, penalty=None):
+def right_objective(R, s, Gxx, C, yy):
     """The right problem at the optimal scale, differentiable in R."""
     quadratic = (s[:, None] ** 2 * (R @ Gxx) * R).sum()
     linear = (C * R).sum()
     t = linear / quadratic
-    value = (t**2 * quadratic - 2 * t * linear + yy) / yy
-    return value if penalty is None else value + penalty(R)
+    return (t**2 * quadratic - 2 * t * linear + yy) / yy
 
 
 def greedy_elimination(W0, G, units, keep, ridge=1e-3, shrinkage=0.1):

@@ -75,6 +75,16 @@ def kept(d: int, k: int, seed: int = 0) -> torch.Tensor:
     return torch.randperm(d, generator=generator)[:k].sort().values
 
 
+def case(m: int = 6, d: int = 10, k: int = 7, kind: str = "power law", seed: int = 0):
+    """A weight, the statistics of its inputs, and the columns that stay."""
+    return weight(m, d, seed), gram(kind, d, seed=seed), kept(d, k, seed)
+
+
+def attention(seed: int = 0):
+    """A case, and a value projection."""
+    return *case(8, 12, 8, seed=seed), weight(8, 5, seed + 70)
+
+
 def orthonormal(m: int, b: int, seed: int = 0) -> torch.Tensor:
     """m × b with orthonormal columns."""
     generator = torch.Generator().manual_seed(3000 + seed)

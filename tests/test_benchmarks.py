@@ -24,7 +24,7 @@ from coec.linalg import conjugate as conjugate_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.spd import regularized_inverse
 from coec.selection import elimination as elimination_module
-from coec.selection.elimination import removal_order
+from coec.selection.elimination import removal_path
 from literal import literal
 
 WIDE, SQUARE = Site("mlp", 8, 20, 14), Site("attention", 12, 12, 8)
@@ -105,7 +105,7 @@ def test_an_elimination_takes_the_operations_counted(monkeypatch):
         regularized_inverse(G, 1e-3)
         inverse = counter.operations
         assert inverse == pytest.approx(operations.inverse(300))
-        removal_order(W, G, 300, 210, panel)
+        removal_path(W, G, 300, 210, panel)
     # Blocks on the diagonal are whole, and what went is dropped a little later.
     rest = counter.operations - 2 * inverse
     assert rest == pytest.approx(operations.elimination(site, panel), rel=0.15)

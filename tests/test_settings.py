@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import Unpack
 
-import numpy as np
 import pytest
-import torch
 
 import coec as package
 import tiny_models as tm
@@ -34,16 +32,10 @@ ROOT = Path(package.__file__).resolve().parents[1]
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs/SETTINGS.md"
 
 ADDED = {
-    "options.py": (
-        "    r_p: int = setting(",
-        '    extra_turns: int = setting(3, "Turns more.", least=1)\n    r_p: int = setting(',
-    ),
-    "parts.py": (
-        "    samples: int = setting(",
-        '    extra_text: str = setting("no", "More text.")\n    samples: int = setting(',
-    ),
+    "options.py": ("r_p", "extra_turns", "Turns more.", "int = setting(3, least=1)"),
+    "parts.py": ("samples", "extra_text", "More text.", 'str = setting("no")'),
 }
-"""A field that is added to an options dataclass, and one to a part of the recipe."""
+"""A field that is added before another to an options dataclass, and one to a part of the recipe."""
 
 ASK = """
 import inspect, json, sys
@@ -72,11 +64,15 @@ def grown(tmp_path_factory) -> dict:
     """What a copy of the package, in which two fields were added, says of them."""
     root = tmp_path_factory.mktemp("grown")
     shutil.copytree(ROOT / "coec", root / "coec", ignore=shutil.ignore_patterns("model", "__pyc*"))
-    for name, (line, lines) in ADDED.items():
-        path = root / "coec/settings" / name
+    for file, (before, name, said, declared) in ADDED.items():
+        path = root / "coec/settings" / file
         text = path.read_text(encoding="utf-8")
-        assert text.count(line) == 1
-        path.write_text(text.replace(line, lines), encoding="utf-8")
+        for line, added in ((f"        {before}: ", said), (f"    {before}: int = ", declared)):
+            assert text.count(f"\n{line}") == 1
+            text = text.replace(
+                f"\n{line}", f"\n{line.partition(before)[0]}{name}: {added}\n{line}"
+            )
+        path.write_text(text, encoding="utf-8")
     grid = root / "grid.toml"
     grid.write_text('extra-turns = [1, 2]\nextra-text = "maybe"\n')
     ran = subprocess.run(
@@ -87,25 +83,14 @@ def grown(tmp_path_factory) -> dict:
     return json.loads(ran.stdout)
 
 
-def test_one_field_is_a_flag_with_help(grown):
+def test_one_field_is_a_flag_a_row_of_the_document_and_a_key_of_recipes_and_grids(grown):
     assert grown["help"] == ["Turns more. Default: 3.", "More text. Default: no."]
-
-
-def test_one_field_is_a_row_of_the_document(grown):
     assert "| `extra_turns` | whole number | `3` | Turns more. |" in grown["document"]
     assert "| `extra_text` | text | `no` | More text. |" in grown["document"]
-
-
-def test_one_field_is_a_key_of_recipes_and_grids(grown):
-    assert grown["record"]["options"]["extra_turns"] == 5
-    assert grown["record"]["extra_text"] == "yes"
-    assert grown["default"]["options"]["extra_turns"] == 3
-    assert grown["default"]["extra_text"] == "no"
+    for record, values in ((grown["record"], (5, "yes")), (grown["default"], (3, "no"))):
+        assert (record["options"]["extra_turns"], record["extra_text"]) == values
     assert grown["grid"] == [{"extra_turns": [1, 2]}, {"extra_text": "maybe"}]
-
-
-def test_settings_are_known_without_torch(grown):
-    assert grown["torch"] is False
+    assert grown["torch"] is False  # settings are known without it
 
 
 def test_names_are_those_of_the_tables():
@@ -113,9 +98,8 @@ def test_names_are_those_of_the_tables():
     assert tuple(SELECTIONS) == kinds["selection"]
     assert tuple(COMPENSATIONS) == kinds["compensation"]
     assert tuple(DTYPES) == kinds["dtype"] == kinds["forward_dtype"]
-    assert {
-        name: method.options for name, method in COMPENSATIONS.items() if method.options
-    } == COMPENSATION_OPTIONS
+    options = {name: method.options for name, method in COMPENSATIONS.items() if method.options}
+    assert options == COMPENSATION_OPTIONS
 
 
 def test_an_option_of_two_methods_is_one_flag():
@@ -138,22 +122,33 @@ def test_functions_take_the_settings_by_their_types():
 
 
 def test_the_document_lists_every_setting():
-    assert document() == DOCUMENT.read_text(encoding="utf-8"), (
-        "write it anew: python -m coec.settings > docs/SETTINGS.md"
-    )
+    written = DOCUMENT.read_text(encoding="utf-8")
+    assert document() == written, "write it anew: python -m coec.settings > docs/SETTINGS.md"
 
 
 @pytest.mark.parametrize(
     ("kind", "values", "match"),
     [
         (CoecOptions, {"alpha": 1.5}, r"alpha must be in \[0, 1\], got 1.5"),
-        (CoecOptions, {"alpha": float("nan")}, r"alpha must be in \[0, 1\]"),
+        (CoecOptions, {"alpha": math.nan}, r"alpha must be in \[0, 1\]"),
         (CoecOptions, {"alpha": True}, "alpha must be a number, got True"),
+        (CoecOptions, {"alpha": -0.1}, r"alpha must be in \[0, 1\]"),
+        (CoecOptions, {"kappa": 0.5}, "kappa must be at least 1"),
+        (CoecOptions, {"kappa": math.inf}, "kappa must be at least 1 and finite, got inf"),
         (CoecOptions, {"kappa": 10**400}, "kappa must be at least 1 and finite"),
+        (CoecOptions, {"lambda_a": -1.0}, "lambda_a must be at least 0"),
+        (CoecOptions, {"r_p": 0}, "r_p must be a whole number of at least 1"),
+        (CoecOptions, {"rounds": -1}, "rounds must be a whole number of at least 0"),
         (CoecOptions, {"rounds": 2.5}, "rounds must be a whole number of at least 0, got 2.5"),
+        (CoecOptions, {"iterations": 0}, "iterations must be a whole number of at least 1"),
+        (CoecOptions, {"slices": 0}, "slices must be a whole number of at least 1"),
+        (CoecOptions, {"tol": math.nan}, "tol must be at least 0 and finite, got nan"),
+        (CoecOptions, {"rescale_ridge": math.inf}, "rescale_ridge must be at least 0 and finite"),
+        (CoecOptions, {"rescale": "best"}, "rescale must be one of gcv, fixed, uniform, got 'bes"),
         (CoecOptions, {"solver": "newton"}, "solver must be one of joint, conjugate, gradient"),
         (CoecOptions, {"solver": ["joint"]}, "solver must be one of"),
         (RidgeOptions, {"ridge": -1.0}, "ridge must be at least 0 and finite"),
+        (RidgeOptions, {"ridge": math.nan}, "ridge must be at least 0 and finite"),
         (RidgeOptions, {"ridge": "best"}, "ridge must be a number or auto, got 'best'"),
         (Calibration, {"source": ""}, "calibration must be text without NUL characters, got ''"),
         (Calibration, {"samples": 0}, "samples must be a whole number of at least 1, got 0"),
@@ -173,17 +168,6 @@ def test_a_bad_value_is_refused_when_the_dataclass_is_made(kind, values, match):
         kind(**values)
 
 
-def test_numbers_of_numpy_and_torch_become_pythons():
-    made = CoecOptions(alpha=np.float32(0.5), rounds=torch.tensor(3))
-    assert (made.alpha, made.rounds) == (0.5, 3)
-    assert [type(made.alpha), type(made.rounds)] == [float, int]
-
-
-def test_settings_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        CoecOptions().alpha = 0.5
-
-
 def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
     parts = Recipe(
         calibration=Calibration(source="text.txt", seed=3),
@@ -191,9 +175,8 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
         reconstruction=Reconstruction(),
         runtime=Runtime(device="cpu"),
     )
-    flat = Recipe(
-        preset="paper", calibration="text.txt", seed=3, sparsity=0.5, alpha=0.8, device="cpu"
-    )
+    flat = {"calibration": "text.txt", "seed": 3, "sparsity": 0.5, "alpha": 0.8, "device": "cpu"}
+    flat = Recipe(preset="paper", **flat)
     assert parts == flat
     assert parts.record() == flat.record()
 
@@ -201,14 +184,11 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 def test_a_record_lists_what_determines_the_result():
     assert Recipe(device="cpu", trust_remote_code=True).record().keys() == {
         "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
-        "expert_sparsity", "multiple_of",
-        "allocation", "non_uniform", "selection", "kept", "compensation", "options",
-        "propagate",
-        "reconstruct", "reconstruct_rate", "prediction_passes", "token_weights", "final_norm",
-        "kv_groups", "calibration",
+        "expert_sparsity", "multiple_of", "allocation", "non_uniform", "selection", "kept",
+        "compensation", "options", "propagate", "reconstruct", "reconstruct_rate",
+        "prediction_passes", "token_weights", "final_norm", "kv_groups", "calibration",
         "text_column", "samples", "self_samples", "seq_len", "seed", "holdout", "guard", "bos",
-        "dtype", "target", "forward_dtype",
-        "solve_dtype",
+        "dtype", "target", "forward_dtype", "solve_dtype",
     }  # fmt: skip
 
 
@@ -219,10 +199,8 @@ def test_a_recipe_checks_the_options_of_its_compensation():
         Recipe(compensation="rcpu", options={"alpha": 0.5})
     with pytest.raises(OptionError, match=r"slices = \d+ does not go with alignment"):
         Recipe(preset="paper", slices=2)
-    assert Recipe(preset="paper", slices=2, lambda_a=0.0).pruning.options == {
-        "slices": 2,
-        "lambda_a": 0.0,
-    }
+    alone = {"slices": 2, "lambda_a": 0.0}
+    assert Recipe(preset="paper", **alone).pruning.options == alone
 
 
 def told(problem, *, what=None):
@@ -246,10 +224,7 @@ def no_sum(problem):
         ({"selection": lambda weight, gram: [1.0] * 8}, r"'<lambda>' must .* \(8,\), got a list"),
         ({"compensation": no_sum}, "compensation 'no_sum' fails on a small problem .*operand"),
         ({"compensation": told, "what": {1, 2}}, "'told' has .* that no report holds: .* type set"),
-        (
-            {"compensation": told, "what": math.nan},
-            "'told' has .* that no report holds: Out of range",
-        ),
+        ({"compensation": told, "what": math.nan}, "'told' has .* that no report holds: Out of r"),
     ],
 )
 def test_functions_are_tried_before_any_work(settings, match):
@@ -320,9 +295,8 @@ def test_the_default_preset_is_one_line(monkeypatch):
 
 def test_the_default_is_balanced_and_help_says_both_defaults(run):
     assert Recipe() == Recipe(preset="balanced")
-    assert (
-        Recipe().reconstruction.reconstruct == settings.PRESETS["balanced"].settings["reconstruct"]
-    )
+    passes = settings.PRESETS["balanced"].settings["reconstruct"]
+    assert Recipe().reconstruction.reconstruct == passes
     _, out, _ = run("prune", "--help-all")
     shown = " ".join(out.replace("│", " ").split())
     assert "given beside it wins. Default: balanced." in shown
@@ -351,9 +325,10 @@ def test_an_option_of_another_compensation_is_answered_with_what_to_add(given, s
         assert "add --preset paper or --compensation coec" in err
 
 
-def test_one_window_is_not_held_out_by_default():
+def test_what_has_nothing_to_hold_out_or_to_choose_by_is_left_out():
     assert Recipe(samples=1).calibration.holdout == 0
     assert Recipe(samples=2).calibration.holdout == 0.125
+    assert Recipe(preset="best", holdout=0).reconstruction.kv_groups == "uniform"
 
 
 @pytest.mark.parametrize("beside", [{}, {"sparsity": 0.5}, {"preset": "best"}, {"options": {}}])
@@ -364,7 +339,3 @@ def test_a_recipe_takes_settings_by_name_or_all_its_parts(beside):
         Recipe(pruning=0.5)
     recipe = Recipe(preset="best", alpha=0.5, compensation="coec")
     assert dataclasses.replace(recipe, runtime=Runtime(device="cpu")).pruning == recipe.pruning
-
-
-def test_best_without_held_out_windows_chooses_no_kv_groups():
-    assert Recipe(preset="best", holdout=0).reconstruction.kv_groups == "uniform"

@@ -18,6 +18,7 @@ from coec.experiments.sweep import sweep
 from coec.pipeline import solve as solving
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
+from prunings import interrupt
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
 BRIEF = {"preset": "best", "reconstruct": 1, "prediction_passes": 1}
@@ -50,9 +51,8 @@ def of_all(**changes):
 
 def written(folder):
     """The files that hold a model and its kept units."""
-    return {
-        name: (folder / name).read_bytes() for name in ("model.safetensors", "config.json", KEPT)
-    }
+    names = ("model.safetensors", "config.json", KEPT)
+    return {name: (folder / name).read_bytes() for name in names}
 
 
 def save_units(units, path):
@@ -69,14 +69,12 @@ def test_our_own_units_give_our_own_model_and_nothing_is_selected(
 ):
     """Whatever sparsity and selection say, which have no effect then."""
     monkeypatch.setattr(solving, "column_scores", None)
-    report = coec.prune(
-        dense, tmp_path / "out", kept=ours, calibration=tokens, **SETTINGS, **settings
-    )
+    how = {"calibration": tokens, **SETTINGS, **settings}
+    report = coec.prune(dense, tmp_path / "out", kept=ours, **how)
     assert written(tmp_path / "out") == written(ours)
     assert report.plan["notes"][:-1] == [
-        f"every site keeps the units of '{ours}': sparsity, multiple_of, allocation, "
-        "selection and kv_groups have no "
-        "effect"
+        f"every site keeps the units of '{ours}': sparsity, multiple_of, allocation, selection and "
+        "kv_groups have no effect"
     ]
     assert report.recipe["kept"] == str(ours)
     assert report.plan["kept"] == {
@@ -114,16 +112,8 @@ def test_units_in_any_order_and_any_form_are_the_same(suffix, dense, tokens, tmp
         given = save_units(given, tmp_path / f"kept.{suffix}")
     elif suffix == "numpy":
         given = {key: np.array(value, dtype=np.int32) for key, value in given.items()}
-    report = coec.prune(
-        dense,
-        tmp_path / "out",
-        kept=given,
-        calibration=tokens,
-        compensation="none",
-        samples=24,
-        seq_len=32,
-        preset="paper",
-    )
+    how = {"calibration": tokens, "compensation": "none", "samples": 24, "seq_len": 32}
+    report = coec.prune(dense, tmp_path / "out", kept=given, preset="paper", **how)
     stored = load_file(tmp_path / "out" / KEPT)
     assert {key: value.tolist() for key, value in stored.items()} == units
     assert report.plan["kept"]["sha256"] == KeptUnits.of(units).digest
@@ -136,9 +126,8 @@ def test_sites_that_are_not_named_are_selected_as_ever(dense, tokens, ours, tmp_
     mine, theirs = load_file(tmp_path / "out" / KEPT), load_file(ours / KEPT)
     for key in theirs:
         assert mine[key].tolist() == named.get(key, theirs[key].tolist())
-    assert report.plan["notes"][:-1] == [
-        "2 of 4 sites keep the units of 'mapping', the others are selected from"
-    ]
+    said = "2 of 4 sites keep the units of 'mapping', the others are selected from"
+    assert report.plan["notes"][:-1] == [said]
     assert report.recipe["kept"] == "mapping"
     card = (tmp_path / "out/README.md").read_text()
     assert "the units of `mapping` kept at 2 sites, 0.3 of each asked for at the others." in card
@@ -184,9 +173,8 @@ def test_held_out_windows_do_not_choose_at_the_cost_of_units_that_are_named(dens
     kept = {f"layers.{n}.mlp": [*range(20)] for n in range(2)}
     plan = coec.plan(dense, kept=kept, kv_groups="held-out", holdout=0.125)
     assert list(Plan.candidates(plan.model, plan.recipe)) == ["uniform"]
-    assert plan.notes[0].startswith(
-        "kv_groups = all was not tried: kv_groups = all keeps KV groups"
-    )
+    said = "kv_groups = all was not tried: kv_groups = all keeps KV groups"
+    assert plan.notes[0].startswith(said)
 
 
 BAD = {
@@ -231,10 +219,9 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_units_that_cannot_be_are_refused_before_any_work(name, dense, tmp_path):
     kept, match = BAD[name]
+    how = {"calibration": tmp_path / "no text", "preset": "paper"}
     with pytest.raises(OptionError, match=match):
-        coec.prune(
-            dense, tmp_path / "out", kept=kept, calibration=tmp_path / "no text", preset="paper"
-        )
+        coec.prune(dense, tmp_path / "out", kept=kept, **how)
     assert not list(tmp_path.iterdir())
 
 
@@ -253,6 +240,11 @@ def test_nothing_goes_anywhere(dense):
         ("units.json", b"[1, 2]", "holds no kept units .it is no JSON object"),
         ("units.safetensors", b"nothing", r"'.*units.safetensors' holds no kept units"),
         ("units.txt", b"\xff\xfe", "holds no kept units"),
+        (
+            "units.json",
+            b'{"layers.0.mlp": [0, 1], "layers.0.mlp": [0]}',
+            "it names 'layers.0.mlp' tw",
+        ),
     ],
 )
 def test_a_file_that_holds_none(name, content, why, dense, tmp_path):
@@ -271,17 +263,7 @@ def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeyp
     """Where it lies does not matter."""
     file, other = save_units(of_all(), tmp_path / "kept.json"), tmp_path / "moved.json"
     how = {**SETTINGS, "calibration": tokens}
-    solve = coec.pipeline.prune.solve_block
-
-    def interrupted(measured, **options):
-        if measured.block.index:
-            raise KeyboardInterrupt
-        return solve(measured, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(coec.pipeline.prune, "solve_block", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            coec.prune(dense, tmp_path / "out", kept=file, **how)
+    interrupt(monkeypatch, coec.prune, dense, tmp_path / "out", kept=file, **how)
     shutil.move(file, other)
     save_units(of_all(mlp=[*range(27)]), file)
     with pytest.raises(UnfinishedError, match="kept was "):
@@ -312,9 +294,3 @@ def test_a_grid_names_files_and_knows_them_by_their_content(dense, tokens, tmp_p
     shutil.copy("two.json", "one.json")
     with pytest.raises(coec.CoecError, match="the kept units of 'model' is another one than"):
         sweep(cells, tmp_path / "rows")
-
-
-def test_a_file_that_names_a_site_twice_is_refused(dense, tmp_path):
-    (tmp_path / "kept.json").write_text('{"layers.0.mlp": [0, 1], "layers.0.mlp": [0]}')
-    with pytest.raises(OptionError, match="it names 'layers.0.mlp' twice"):
-        coec.plan(dense, kept=tmp_path / "kept.json")

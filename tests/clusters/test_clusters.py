@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from nodes import STORE, weights
 
 import coec
 from coec.distributed import cluster as module
@@ -33,15 +34,6 @@ SETTINGS = {
     "rounds": 1,
 }  # fmt: skip
 """Four batches to fit on: as many as there are workers at most."""
-
-
-def weights(folder):
-    """Everything but the report, which holds seconds and hosts."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "coec.json"
-    }
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +73,7 @@ def test_a_node_that_is_lost_costs_time_alone(cluster, here, tmp_path):
 
     coec.prune(MODEL, tmp_path / "out", executor="ray", workers=2, progress=lose, **SETTINGS)
     assert began
-    cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20)
+    cluster.add_node(num_cpus=2, object_store_memory=STORE)
     assert weights(tmp_path / "out") == here
 
 
@@ -127,9 +119,8 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
         worker = self._pool.workers[0]
 
         def once():
-            if (
-                died.exists() and not lost.exists()
-            ):  # the second attempt: it gets no windows to train on
+            # The second attempt gets no windows to train on.
+            if died.exists() and not lost.exists():
                 lost.touch()
 
                 def losing(self, method, *args, each=RayGroup.each, **options):
@@ -158,10 +149,7 @@ def test_the_pruned_model_runs_along_on_a_cluster_as_in_one_process(cluster, tmp
 
 def test_statistics_of_a_cluster_are_those_of_one_process(cluster, tmp_path):
     settings = {name: SETTINGS[name] for name in ("calibration", "samples", "seq_len", "holdout")}
-    for name, where in (
-        ("here", {}),
-        ("there", {"executor": "ray", "workers": 2}),
-    ):
+    for name, where in (("here", {}), ("there", {"executor": "ray", "workers": 2})):
         coec.collect(MODEL, tmp_path / name, **settings, **where)
     assert weights(tmp_path / "here") == weights(tmp_path / "there")
 
@@ -175,16 +163,12 @@ def test_the_cells_of_a_sweep_are_tasks(cluster, tmp_path):
         f'evaluate = {{ text = "{TEXT}" }}\n'
     )
     rows = {}
-    for name, where in (
-        ("here", {}),
-        ("there", {"executor": "ray"}),
-    ):
+    for name, where in (("here", {}), ("there", {"executor": "ray"})):
         summary = sweep(expand(str(grid)), tmp_path / name, **where)
         assert (summary.done, summary.failed) == (3, 0)
         lines = (tmp_path / name / "results.jsonl").read_text().splitlines()
-        rows[name] = [
-            (row["cell"], row["perplexity"]["perplexity"]) for row in map(json.loads, lines)
-        ]
+        found = map(json.loads, lines)
+        rows[name] = [(row["cell"], row["perplexity"]["perplexity"]) for row in found]
     assert rows["here"] == rows["there"]
 
 
@@ -203,12 +187,10 @@ def test_a_node_that_computes_otherwise_or_sees_something_else_is_named(
             assert "\n" not in str(caught.value)
 
         refused(f"node {host} does not see the folder .it has another one there", "other")
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "__version__", "9.9")
-            refused(rf"node {host} has coec {coec.__version__}, this one has 9\.9", look())
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "__version__", "9.9")
-            refused(rf"node {host} has torch .*, this one has 9\.9", look())
+        for owner, name in ((module, "coec"), (torch, "torch")):
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, "__version__", "9.9")
+                refused(rf"node {host} has {name} .*, this one has 9\.9", look())
         token = look()
         (tmp_path / token).unlink()
         refused(f"node {host} does not see the folder .*No such file", token)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from nodes import two_nodes, weights
 
 import coec
 from coec.events import recording
@@ -15,37 +16,16 @@ pytestmark = [
     pytest.mark.skipif(not SHARED.is_dir(), reason="../shared is not here"),
 ]
 SMALL = SHARED / "models/stories260K"
-SETTINGS = {
-    "preset": "paper",
-    "calibration": SHARED / "data/tinystories/train.txt",
-    "samples": 160,
-    "seq_len": 256,
-}
+TEXT = SHARED / "data/tinystories/train.txt"
+SETTINGS = {"preset": "paper", "calibration": TEXT, "samples": 160, "seq_len": 256}
 BEST = {"samples": 24, "seq_len": 128, "preset": "best", "reconstruct": 1, "kv_groups": "uniform"}
-STORE = 100 * 2**20
 
 
 @pytest.fixture
 def cluster():
     """Two nodes of one core, which two workers and two blocks fill."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    node = {"num_cpus": 1, "object_store_memory": STORE}
-    made = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    made.add_node(**node)
-    ray.init(made.address, log_to_driver=False, logging_level="ERROR")
-    yield made
-    ray.shutdown()
-    made.shutdown()
-
-
-def weights(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "coec.json"
-    }
+    with two_nodes(1) as made:
+        yield made
 
 
 @pytest.mark.parametrize("run", ["dense statistics", "beside"])

@@ -28,10 +28,8 @@ def listening(process):
 def test_what_is_started_listens_to_this_machine_alone():
     before = signal.getsignal(signal.SIGTERM), os.environ.copy()
     with joined(None) as cluster:
-        assert (
-            cluster.ray.get(cluster.ray.remote(num_cpus=1)(lambda: os.getpid()).remote())
-            != os.getpid()
-        )
+        task = cluster.ray.remote(num_cpus=1)(lambda: os.getpid())
+        assert cluster.ray.get(task.remote()) != os.getpid()
         assert listening(psutil.Process()) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
         assert signal.getsignal(signal.SIGTERM) is before[0]
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ.keys() - before[1].keys()

@@ -6,17 +6,20 @@ from hypothesis import strategies as st
 import coec
 import oracles
 import problems
-from coec.errors import NumericalError, OptionError
+from coec.errors import NumericalError
 from coec.types import Gram
-from tolerances import CLOSED_FORM, EXACT
+from tolerances import CLOSED_FORM
 
 D, M = 8, 5
 
 
+def statistics(X):
+    return Gram(X @ X.T, X.sum(dim=1), X.shape[1])
+
+
 def case(kind="power law", seed=0, k=5):
     X = problems.inputs(kind, D, seed=seed)
-    gram = Gram(X @ X.T, X.sum(dim=1), X.shape[1])
-    return problems.weight(M, D, seed), gram, problems.kept(D, k, seed), X
+    return problems.weight(M, D, seed), statistics(X), problems.kept(D, k, seed), X
 
 
 def test_none_is_the_slice():
@@ -28,10 +31,9 @@ def test_none_is_the_slice():
 
 
 def test_bias_is_the_mean_of_what_is_lost():
-    W, gram, kept, X = case()
+    W, _, kept, X = case()
     X += 2  # a mean to lose
-    gram = Gram(X @ X.T, X.sum(dim=1), X.shape[1])
-    result = coec.compensate(W, gram, kept, method="bias")
+    result = coec.compensate(W, statistics(X), kept, method="bias")
     lost = (W @ X - W[:, kept] @ X[kept]).mean(dim=1)
     torch.testing.assert_close(result.bias, lost, rtol=CLOSED_FORM, atol=CLOSED_FORM)
     expected = oracles.relative_error(W, X, kept, W[:, kept], lost)
@@ -73,8 +75,7 @@ def test_ridge_to_slice_is_never_worse_than_the_slice(ridge, seed, kind):
 @pytest.mark.parametrize(("m", "k"), [(5, 5), (5, 7), (7, 4)])
 def test_rcpu_is_the_procrustes_solution_on_the_outputs(kind, m, k):
     X, W, kept = problems.inputs(kind, D), problems.weight(m, D), problems.kept(D, k)
-    gram = Gram(X @ X.T, X.sum(dim=1), X.shape[1])
-    result = coec.compensate(W, gram, kept, method="rcpu")
+    result = coec.compensate(W, statistics(X), kept, method="rcpu")
     if m <= k:  # otherwise the rotation is not unique outside the outputs
         expected = oracles.rcpu(W, X, kept)
         torch.testing.assert_close(result.weight, expected, rtol=0, atol=CLOSED_FORM)
@@ -82,50 +83,20 @@ def test_rcpu_is_the_procrustes_solution_on_the_outputs(kind, m, k):
     assert result.diagnostics["error_after"] == pytest.approx(expected, rel=1e-7)
 
 
-def test_no_rotation_and_scale_beat_rcpu():
-    W, gram, kept, X = case("white")
-    best = coec.compensate(W, gram, kept, method="rcpu").diagnostics["error_after"]
-    for seed in range(20):
-        Q = problems.orthonormal(M, M, seed)
-        for scale in (0.5, 1.0, 1.5):
-            other = oracles.relative_error(W, X, kept, scale * Q @ W[:, kept])
-            assert best <= other + EXACT
-
-
 @pytest.mark.parametrize(
-    ("change", "error", "match"),
+    ("spoilt", "said"),
     [
-        ({"method": "magic"}, OptionError, "unknown compensation 'magic'"),
-        ({"method": "none", "ridge": 1.0}, OptionError, "'none' has no option 'ridge'"),
-        ({"method": "least-squares", "ridge": -1.0}, OptionError, "at least 0"),
-        ({"method": "least-squares", "ridge": float("nan")}, OptionError, "at least 0"),
-        ({"kept": torch.tensor([3, 1])}, OptionError, "sorted"),
-        ({"kept": torch.tensor([1, 9])}, OptionError, "must lie in"),
-        ({"weight": torch.zeros(5, 7, dtype=torch.float64)}, OptionError, "do not fit"),
+        ("weight", "the weight holds NaN or Inf"),
+        ("gram", "calibration statistics hold NaN or Inf"),
+        ("value_weight", "the value weight holds NaN or Inf"),
     ],
 )
-def test_what_compensate_refuses(change, error, match):
+def test_inputs_that_are_not_finite_are_named(spoilt, said):
     W, gram, kept, _ = case()
-    arguments = {"weight": W, "gram": gram, "kept": kept} | change
-    with pytest.raises(error, match=match):
-        coec.compensate(
-            arguments.pop("weight"), arguments.pop("gram"), arguments.pop("kept"), **arguments
-        )
-
-
-def test_inputs_that_are_not_finite_are_named():
-    W, gram, kept, _ = case()
-    W[0, 0] = float("nan")
-    with pytest.raises(NumericalError, match="the weight holds NaN or Inf"):
-        coec.compensate(W, gram, kept)
-    W, gram, kept, _ = case()
-    gram.xx[3, 3] = float("inf")
-    with pytest.raises(NumericalError, match="calibration statistics hold NaN or Inf"):
-        coec.compensate(W, gram, kept)
-    W, gram, kept, _ = case()
-    value = torch.full((len(kept), 3), float("nan"))
-    with pytest.raises(NumericalError, match="the value weight holds NaN or Inf"):
-        coec.compensate(W, gram, kept, value_weight=value)
+    given = {"weight": W, "gram": gram, "kept": kept, "value_weight": problems.weight(len(kept), 3)}
+    (gram.xx if spoilt == "gram" else given[spoilt])[0, 0] = float("inf")
+    with pytest.raises(NumericalError, match=said):
+        coec.compensate(**given)
 
 
 def test_an_answer_that_is_not_finite_never_leaves():

@@ -1,25 +1,19 @@
 """What holds for every matrix: any shape, any spectrum, any scale."""
 
-import os
-
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import coec
+import oracles
 import problems
 from coec.compensation import COMPENSATIONS
 from coec.compensation.objective import OutputProblem
 from coec.events import recording
-from coec.linalg.spd import power
 from coec.types import Gram, KeptSet
+from properties import holds
 
 pytestmark = pytest.mark.unchecked  # thousands of solves
-FEW, EXAMPLES = 30, int(os.environ.get("COEC_EXAMPLES", "300"))
-"""Cases of the first property in every run, and where many are asked for (`make slow`); more with
-COEC_EXAMPLES=5000 (docs/lab/LOG.md)."""
-
 ALPHA, LAMBDA = 0.9, 50.0
 
 
@@ -62,7 +56,7 @@ class Case:
         self.kept = problems.kept(d, k, seed)
         self.value = problems.weight(k, 1 + seed % 4, seed + 5) if aligned else None
         with recording():
-            G = power(self.gram.xx / self.gram.energy.max().clamp_min(1e-300), ALPHA)
+            G = oracles.power(self.gram.xx / self.gram.energy.max().clamp_min(1e-300), ALPHA)
         self.tempered = Gram(G, self.gram.x, self.gram.tokens)
 
     def compensate(self, **options):
@@ -70,9 +64,8 @@ class Case:
             options["lambda_a"] = 0.0
         for name in COMPENSATIONS["coec"].idle(options):
             options.pop(name, None)
-        return coec.compensate(
-            self.weight, self.gram, self.kept, value_weight=self.value, **options
-        )
+        given = (self.weight, self.gram, self.kept)
+        return coec.compensate(*given, value_weight=self.value, **options)
 
     def error(self, W):
         kept = KeptSet(self.kept, self.weight.shape[1])
@@ -95,20 +88,6 @@ def never_worse(case):
     )
     limit = min(case.error(case.slice), case.error(case.rcpu())) + before
     assert case.error(result.weight) + after <= limit + 1e-9 * max(1.0, limit)
-
-
-def holds(one_in, *strategies):
-    """A property of drawn cases: of one in so many of FEW, and of EXAMPLES under the marker."""
-
-    def decorate(check):
-        @pytest.mark.parametrize("cases", [FEW, pytest.param(EXAMPLES, marks=pytest.mark.many)])
-        def test(cases):
-            drawn = settings(max_examples=cases // one_in, deadline=None, derandomize=True)
-            drawn(given(*strategies)(check))()
-
-        return test
-
-    return decorate
 
 
 @holds(1, cases(24, 24, 16))

@@ -178,13 +178,3 @@ def test_a_host_without_room_for_the_decomposition_says_so(monkeypatch):
     monkeypatch.setattr(objective_module, "root", full)
     with pytest.raises(torch.OutOfMemoryError):
         coec.compensate(W, gram, kept)
-
-
-def test_a_gram_of_float32_says_how_exact_it_is_once_it_is_wider():
-    gram = Gram(torch.eye(3), torch.zeros(3), 5)
-    assert gram.precision == 0
-    assert gram.to(torch.float64).precision == torch.finfo(torch.float32).eps
-    assert (
-        gram.to(torch.float64).to(torch.float32).to(torch.float64).precision
-        == gram.to(torch.float64).precision
-    )

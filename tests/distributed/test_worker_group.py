@@ -36,9 +36,8 @@ class Several(WorkerGroup):
 
     def each(self, method, *args, **kwargs):
         self._lose(method.__name__)
-        return itertools.chain.from_iterable(
-            [m.each(method, *args, **kwargs) for m in self._members]
-        )
+        values = [member.each(method, *args, **kwargs) for member in self._members]
+        return itertools.chain.from_iterable(values)
 
     def do(self, method, *args, **kwargs):
         self._lose(method.__name__)
@@ -93,36 +92,25 @@ def test_any_number_of_places_gives_the_same_bits(count, place, tmp_path, monkey
     assert equal(found, load_file(place / "uniform" / "model.safetensors"))
 
 
+class Lost:
+    """Loses a worker where a method is asked for the first and for the third time."""
+
+    def __init__(self, name):
+        self.name, self.asked = name, []
+
+    def __call__(self, name):
+        self.asked.append(name)
+        return name == self.name and self.asked.count(name) in (1, 3)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kv_groups"),
-    [
-        *(
-            (n, "uniform")
-            for n in (
-                "squares",
-                "advance",
-                "predict",
-                "advance_site",
-                "load",
-                "solve",
-                "examples",
-            )
-        ),
-        ("measure", "held-out"),  # lost while a candidate is tried, and again
-    ],
-)
-def test_a_place_that_is_lost_anywhere_is_made_up_for(
-    name, kv_groups, place, tmp_path, monkeypatch
-):
-    asked = []
-
-    def lost(one):
-        asked.append(one)
-        return asked.count(name) in (1, 3) and one == name
-
+@pytest.mark.parametrize("name", ["squares", "advance", "predict", "advance_site", "load", "solve",
+                                  "examples", "measure"])  # fmt: skip
+def test_a_place_that_is_lost_anywhere_is_made_up_for(name, place, tmp_path, monkeypatch):
+    """`measure` is lost while a candidate is tried, and again."""
+    lost, kv_groups = Lost(name), "held-out" if name == "measure" else "uniform"
     found = pruned(place, tmp_path / "out", monkeypatch, 2, lost, kv_groups)
-    assert asked.count(name) >= 2
+    assert lost.asked.count(name) >= 2
     assert equal(found, load_file(place / kv_groups / "model.safetensors"))
 
 
@@ -130,14 +118,8 @@ def test_a_place_that_is_lost_anywhere_is_made_up_for(
 def test_a_place_that_is_lost_where_a_trial_passes_a_block_is_made_up_for(
     tried, place, tmp_path, monkeypatch
 ):
-    asked = []
-
-    def lost(name):
-        asked.append(name)
-        return asked.count("advance") in (1, 3) and name == "advance"
-
     monkeypatch.setattr(reconstruction, "tried_blocks", lambda layers: tried)
-    found = pruned(place, tmp_path / "out", monkeypatch, 2, lost, "held-out")
+    found = pruned(place, tmp_path / "out", monkeypatch, 2, Lost("advance"), "held-out")
     assert equal(found, load_file(place / "held-out" / "model.safetensors"))
 
 

@@ -13,6 +13,7 @@ from coec.compensation.anchor import Anchor
 from coec.errors import NumericalError
 from coec.evaluation.frames import compare_frames
 from coec.linalg.right import Alignment
+from coec.settings import CoecOptions
 from coec.types import KeptSet
 from tolerances import CLOSED_FORM, EXACT
 
@@ -144,7 +145,7 @@ def test_the_discrepancy_is_that_of_the_definition():
 
 def test_the_penalty_is_the_one_that_compensation_minimises():
     W0, C, value = problems.weight(M, D), problems.weight(M, K, 3), problems.weight(K, 9)
-    anchor = Anchor.of(W0, value, KEPT, lambda_a=1.0, r_p=R)
+    anchor = Anchor.of(W0, value, KEPT, CoecOptions(lambda_a=1.0, r_p=R))
     penalty = compare_frames(W0, KEPT, C, R, value_weight=value).penalty
     alignment = Alignment(anchor.writer, anchor.target, torch.arange(R), 1.0)
     for W, measured in ((W0[:, KEPT.indices], penalty.pruned), (C, penalty.compensated)):

@@ -31,10 +31,20 @@ def interrupted(out, pieces, identity=ASKED, error=KeyboardInterrupt, **options)
         raise error("stop")
 
 
+def refused(out, match, identity=ASKED, error=OutputError):
+    """A run that may not begin."""
+    with pytest.raises(error, match=match), journal(out, identity):
+        raise AssertionError("work had begun")
+
+
+def full(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def killed_while_it_tidied_up(folder, monkeypatch):
     """A run that had put its one piece in place."""
     with monkeypatch.context() as patch:
-        patch.setattr(module, "empty", lambda partial: None)
+        patch.setattr(module.output, "empty", lambda partial: None)
         with journal(folder / "out", ASKED) as done:
             done.put("one", done.new / "one", text("one"))
             done.complete()
@@ -98,11 +108,7 @@ def test_a_run_that_was_asked_for_something_else_is_named(changes, said, tmp_pat
     out = tmp_path / "out"
     interrupted(out, ["one"])
     before = listing(tmp_path)
-    with (
-        pytest.raises(OutputError, match=f"{said}.*restart=True"),
-        journal(out, ASKED | changes),
-    ):
-        raise AssertionError("work had begun")
+    refused(out, f"{said}.*restart=True", ASKED | changes)
     assert listing(tmp_path) == before
     with journal(out, ASKED | changes, restart=True) as done:
         assert "one" not in done
@@ -114,11 +120,7 @@ def test_a_run_that_was_asked_for_something_else_is_named(changes, said, tmp_pat
 def test_a_run_of_another_command_is_said_to_be_one(tmp_path):
     interrupted(tmp_path / "out", ["one"])
     other = {"recovery": {"tokens": 1}, "pruned": "c", **dict.fromkeys("abcdefgh", 1)}
-    with (
-        pytest.raises(OutputError, match=r"something else \(by another command\): .*restart=True"),
-        journal(tmp_path / "out", other),
-    ):
-        raise AssertionError("work had begun")
+    refused(tmp_path / "out", r"something else \(by another command\): .*restart=True", other)
 
 
 def test_a_run_without_pieces_hinders_no_other(tmp_path):
@@ -166,11 +168,7 @@ def test_a_damaged_journal_is_refused_by_its_line(line, number, tmp_path):
     if line.startswith('{"name"'):  # whole, but not what a run writes
         line = encode_line(json.loads(line)).decode().strip()
     path.write_text("\n".join([*lines[:number], line, *lines[number:]]) + "\n")
-    with (
-        pytest.raises(OutputError, match=f"line {number + 1}, is damaged: pass restart=True"),
-        journal(out, ASKED),
-    ):
-        raise AssertionError("work had begun")
+    refused(out, f"line {number + 1}, is damaged: pass restart=True")
     with journal(out, ASKED, restart=True) as done:
         done.complete()
 
@@ -181,11 +179,7 @@ def test_a_line_that_says_something_else_than_what_was_written_is_refused(tmp_pa
     interrupted(out, ["one", "two"])
     path = tmp_path / "out.partial" / JOURNAL
     path.write_text(path.read_text().replace('"size": 3', '"size": 4', 1))
-    with (
-        pytest.raises(UnfinishedError, match="line 2, is damaged: pass restart=True"),
-        journal(out, ASKED),
-    ):
-        raise AssertionError("work had begun")
+    refused(out, "line 2, is damaged: pass restart=True", error=UnfinishedError)
     assert "new/two" in "".join(listing(tmp_path / "out.partial"))
 
 
@@ -226,18 +220,13 @@ def test_a_run_killed_after_its_last_rename_is_found_finished(tmp_path, monkeypa
 def test_what_appeared_instead_is_not_taken_for_the_result(tmp_path, monkeypatch):
     out = killed_while_it_tidied_up(tmp_path, monkeypatch)
     (out / "one").write_text("eno")
-    with pytest.raises(OutputError, match="is not empty"), journal(out, ASKED):
-        raise AssertionError("work had begun")
+    refused(out, "is not empty")
     assert (out / "one").read_text() == "eno"
 
 
 @pytest.mark.parametrize("when", ["write", "sync", "rename"])
 def test_a_full_disk_keeps_what_is_finished(when, tmp_path, monkeypatch):
     out = tmp_path / "out"
-
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with (  # noqa: PT012
         pytest.raises(OutputError, match="No space left on device; make room"),
         journal(out, ASKED) as done,
@@ -256,12 +245,8 @@ def test_a_full_disk_keeps_what_is_finished(when, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_was_full_from_the_start_has_nothing_left_on_it(tmp_path, monkeypatch):
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(module.os, "fsync", full)
-    with pytest.raises(OutputError, match="make room"), journal(tmp_path / "out", ASKED):
-        raise AssertionError("work had begun")
+    refused(tmp_path / "out", "make room")
     assert not list(tmp_path.iterdir())
 
 
@@ -285,8 +270,7 @@ def test_what_is_there_is_not_thrown_away_by_an_interrupt_while_it_is_read(tmp_p
 def test_after_a_run_that_was_finished_another_one_may_be_asked_for(tmp_path, monkeypatch):
     """Killed while it tidied up, it has nothing to lose."""
     out = killed_while_it_tidied_up(tmp_path, monkeypatch)
-    with pytest.raises(OutputError, match="is not empty"), journal(out, ASKED | {"sparsity": 0.5}):
-        raise AssertionError("work had begun")
+    refused(out, "is not empty", ASKED | {"sparsity": 0.5})
     assert listing(tmp_path) == ["out/one"]
 
 

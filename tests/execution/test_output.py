@@ -19,16 +19,7 @@ from coec.errors import ModelError, OutputError
 from coec.events import recording
 from coec.execution import output as module
 from coec.execution.journal import journal
-from coec.execution.output import (
-    JOURNAL,
-    LOCK,
-    check_file,
-    check_output,
-    check_space,
-    claimed,
-    remove_leftovers,
-    resolved,
-)
+from coec.execution.output import JOURNAL, LOCK, check_output, check_space, claimed
 from coec.models.folder import carry_files, foreign_entry
 
 
@@ -61,6 +52,15 @@ def listing(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+WHOLE = ["out", "out/config.json", "out/model.safetensors"]
+
+
+def refused(match, run):
+    """A run that may not begin."""
+    with pytest.raises(OutputError, match=match), run:
+        raise AssertionError("work had begun")
+
+
 @pytest.mark.parametrize("error", [RuntimeError, OSError, KeyboardInterrupt, SystemExit])
 def test_on_any_error_no_folder_and_no_parent_is_left(error, tmp_path):
     def write():
@@ -74,12 +74,12 @@ def test_on_any_error_no_folder_and_no_parent_is_left(error, tmp_path):
 
 
 def test_the_folder_appears_only_at_the_end(tmp_path):
-    out = tmp_path / "a/out"
+    out = tmp_path / "out"
     with new_folder(out) as folder:
         fill(folder)
         assert not out.exists()
-        assert folder.parent == tmp_path / "a/out.partial"
-    assert listing(tmp_path) == ["a", "a/out", "a/out/config.json", "a/out/model.safetensors"]
+        assert folder.parent == tmp_path / "out.partial"
+    assert listing(tmp_path) == WHOLE
     (tmp_path / "plain").mkdir()
     assert out.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
@@ -88,32 +88,33 @@ def test_an_empty_folder_is_filled(tmp_path):
     (tmp_path / "out").mkdir()
     with new_folder(tmp_path / "out") as folder:
         fill(folder)
-    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
+    assert listing(tmp_path) == WHOLE
 
 
-def test_a_model_is_replaced_when_that_is_asked_for(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    fill(out, "old")
-    with new_folder(out, force=True) as folder:
+@pytest.fixture
+def old(tmp_path):
+    """An output that holds a model."""
+    (tmp_path / "out").mkdir()
+    fill(tmp_path / "out", "old")
+    return tmp_path / "out"
+
+
+def test_a_model_is_replaced_when_that_is_asked_for(old, tmp_path):
+    with new_folder(old, force=True) as folder:
         fill(folder)
-        assert (out / "model.safetensors").read_text() == "old"
-    assert (out / "model.safetensors").read_text() == "new"
-    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
+        assert (old / "model.safetensors").read_text() == "old"
+    assert (old / "model.safetensors").read_text() == "new"
+    assert listing(tmp_path) == WHOLE
 
 
-def test_an_exchange_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    out.mkdir()
-    fill(out, "old")
-
+def test_an_exchange_that_fails_puts_the_old_folder_back(old, tmp_path, monkeypatch):
     def rename(source, target):
         raise OSError("no")
 
     monkeypatch.setattr(module.os, "rename", rename)
-    with pytest.raises(OutputError, match="could not write"), new_folder(out, force=True) as folder:
+    with pytest.raises(OutputError, match="could not write"), new_folder(old, force=True) as folder:
         fill(folder)
-    assert (out / "model.safetensors").read_text() == "old"
+    assert (old / "model.safetensors").read_text() == "old"
     assert (tmp_path / "out.partial/new/model.safetensors").read_text() == "new"
 
 
@@ -140,13 +141,11 @@ def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path):
     out = tmp_path / "out"
     with new_folder(out) as folder:
         fill(folder)
-        with pytest.raises(OutputError, match="another run is writing"), new_folder(out):
-            raise AssertionError("work had begun")
+        refused("another run is writing", new_folder(out))
         with pytest.raises(OutputError, match="another run is writing"):
-            remove_leftovers(tmp_path)
-    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
-    with pytest.raises(OutputError, match="is not empty"), new_folder(out):
-        raise AssertionError("work had begun")
+            module.remove_leftovers(tmp_path)
+    assert listing(tmp_path) == WHOLE
+    refused("is not empty", new_folder(out))
 
 
 CHILD = """
@@ -155,54 +154,28 @@ from pathlib import Path
 from coec.execution.journal import journal
 from coec.execution import output
 with journal(Path(sys.argv[1]), {}, force=True) as done:
+    output.rename = lambda one, to: (os.rename(one, to), os.kill(os.getpid(), signal.SIGKILL))
     (done.new / "model.safetensors").write_text("half")
-    if sys.argv[2] == "between":
-        output.rename = lambda one, to: (os.rename(one, to), os.kill(os.getpid(), signal.SIGKILL))
-        (done.new / "config.json").write_text("{}")
-        done.complete()
-    else:
-        os.kill(os.getpid(), signal.SIGKILL)
+    (done.new / "config.json").write_text("{}")
+    done.complete()
 """
 
 
-def killed(out, when):
+def test_a_model_whose_replacement_was_killed_comes_back(old, tmp_path):
+    """Between the two renames; at every other moment in `tests/crash`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.run([sys.executable, "-c", CHILD, out, when], env=environment)
+    child = subprocess.run([sys.executable, "-c", CHILD, old], env=environment)
     assert child.returncode == -signal.SIGKILL
-
-
-def test_leftovers_of_a_killed_run_go_with_the_next(tmp_path):
-    out = tmp_path / "out"
-    killed(out, "writing")
-    assert listing(tmp_path) == [
-        "out.partial", f"out.partial/{LOCK}", f"out.partial/{JOURNAL}", "out.partial/new",
-        "out.partial/new/model.safetensors", "out.partial/work",
-    ]  # fmt: skip
-    with new_folder(out) as folder:
-        assert not list(folder.iterdir())
-        fill(folder)
-    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
-
-
-def test_a_model_whose_replacement_was_killed_comes_back(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    fill(out, "old")
-    killed(out, "between")
-    assert not out.exists()
-    remove_leftovers(tmp_path)
-    assert (out / "model.safetensors").read_text() == "old"
+    assert not old.exists()
+    module.remove_leftovers(tmp_path)
+    assert (old / "model.safetensors").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/thesis.tex").write_text("mine")
-    with (
-        pytest.raises(OutputError, match="holds 'thesis.tex', which coec did not write"),
-        new_folder(tmp_path / "out"),
-    ):
-        pass
+    refused("holds 'thesis.tex', which coec did not write", new_folder(tmp_path / "out"))
     assert listing(tmp_path) == ["out.partial", "out.partial/thesis.tex"]
 
 
@@ -211,10 +184,9 @@ def test_a_folder_named_like_ours_is_not_emptied_without_our_lock(name, tmp_path
     mine = tmp_path / f"out.partial/{name}/thesis.tex"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(OutputError, match=f"holds '{name}'"), new_folder(tmp_path / "out"):
-        raise AssertionError("work had begun")
+    refused(f"holds '{name}'", new_folder(tmp_path / "out"))
     with pytest.raises(OutputError, match=f"holds '{name}'"):
-        remove_leftovers(tmp_path)
+        module.remove_leftovers(tmp_path)
     assert mine.read_text() == "mine"
 
 
@@ -228,8 +200,7 @@ def test_nothing_behind_a_link_among_ours_is_removed(name, tmp_path):
     target = precious / "thesis.tex" if name == JOURNAL else precious
     (tmp_path / "out.partial" / name).symlink_to(target)
     for attempt in (new_folder(tmp_path / "out"), claimed(tmp_path / "out")):
-        with pytest.raises(OutputError, match=f"holds a '{name}' that is a link"), attempt:
-            raise AssertionError("work had begun")
+        refused(f"holds a '{name}' that is a link", attempt)
     assert (precious / "thesis.tex").read_text() == "mine"
 
 
@@ -237,8 +208,7 @@ def test_a_link_to_a_place_of_another_name_is_not_ours(tmp_path):
     (tmp_path / "precious/new").mkdir(parents=True)
     (tmp_path / "precious" / LOCK).write_text("")
     (tmp_path / "out.partial").symlink_to(tmp_path / "precious")
-    with pytest.raises(OutputError, match="is a link"), new_folder(tmp_path / "out"):
-        raise AssertionError("work had begun")
+    refused("is a link", new_folder(tmp_path / "out"))
     assert listing(tmp_path / "precious") == [LOCK, "new"]
 
 
@@ -251,7 +221,7 @@ def test_a_file_system_without_locks_is_an_event(code, tmp_path, monkeypatch):
     with recording() as events, new_folder(tmp_path / "out") as folder:
         fill(folder)
     assert "has no locks (no locks)" in events[0]
-    assert listing(tmp_path) == ["out", "out/config.json", "out/model.safetensors"]
+    assert listing(tmp_path) == WHOLE
 
 
 def test_a_place_that_may_not_be_written_is_an_error_of_the_output(tmp_path, monkeypatch):
@@ -259,11 +229,7 @@ def test_a_place_that_may_not_be_written_is_an_error_of_the_output(tmp_path, mon
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(module.Path, "mkdir", denied)
-    with (
-        pytest.raises(OutputError, match="could not write .*Permission denied"),
-        new_folder(tmp_path / "new/out"),
-    ):
-        pass
+    refused("could not write .*Permission denied", new_folder(tmp_path / "new/out"))
     assert not list(tmp_path.iterdir())
 
 
@@ -373,45 +339,40 @@ def test_a_tokenizer_s_own_code_and_vocabulary_travel_and_may_be_replaced(model,
     assert foreign_entry(model) == "holds '.cache/'"
 
 
-def test_an_output_that_leads_into_the_model_by_a_link_is_refused(model, tmp_path):
+@pytest.mark.parametrize(
+    ("out", "match"),
+    [
+        ("link", "lie inside each other"),
+        ("link/out", "lie inside each other"),
+        ("file/out", "is not a folder"),
+        ("loop/out", "is no place for an output"),
+        ("x" * 300, "is no place for an output"),
+        ("a\0b", "is no place for an output"),
+    ],
+)
+def test_where_no_output_can_be_it_is_refused(out, match, model, tmp_path):
     (tmp_path / "link").symlink_to(model)
-    for out in (tmp_path / "link", tmp_path / "link/out"):
-        with pytest.raises(OutputError, match="lie inside each other"):
-            check_output(out, model, force=True)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=match) as caught:
+        check_output(tmp_path / out, model, force=True)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_empty_folder_may_be_filled_and_a_model_replaced(model, original, tmp_path):
     (tmp_path / "empty").mkdir()
-    check_output(tmp_path / "empty", original, force=False)
-    check_output(tmp_path / "not/yet/there", original, force=False)
+    for out in ("empty", "not/yet/there"):
+        check_output(tmp_path / out, original, force=False)
     check_output(model, original, force=True)
     with pytest.raises(OutputError, match=r"pass force=True to replace"):
         check_output(model, original, force=False)
 
 
-def test_an_output_below_a_file_is_refused(model, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="is not a folder"):
-        check_output(tmp_path / "file/out", model, force=False)
-
-
-def test_outputs_that_no_file_system_holds_are_refused(model, tmp_path):
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for out in (tmp_path / "loop" / "out", tmp_path / ("x" * 300), tmp_path / "a\0b"):
-        with pytest.raises(OutputError) as caught:
-            check_output(out, model, force=False)
-        assert "\n" not in str(caught.value)
-
-
 def test_space_is_asked_of_the_disk_that_will_hold_the_output(tmp_path, monkeypatch):
-    asked = []
-    usage = shutil.disk_usage(tmp_path)
-
-    def disk_usage(path):
-        asked.append(path)
-        return usage._replace(free=10**9)
-
-    monkeypatch.setattr(module.shutil, "disk_usage", disk_usage)
+    asked, usage = [], shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        module.shutil, "disk_usage", lambda path: asked.append(path) or usage._replace(free=10**9)
+    )
     check_space(tmp_path / "a/b", 10**9)
     with pytest.raises(OutputError, match=r"2\.00 GB needed, 1\.00 GB free"):
         check_space(tmp_path / "a/b", 2 * 10**9)
@@ -422,9 +383,9 @@ def test_space_is_asked_of_the_disk_that_will_hold_the_output(tmp_path, monkeypa
 def test_a_home_directory_that_nobody_named_is_no_place(out, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for check in (
-        lambda: resolved(Path(out)),
+        lambda: module.resolved(Path(out)),
         lambda: check_output(Path(out), tmp_path / "model", force=False),
-        lambda: check_file(Path(out), b"", force=False),
+        lambda: module.check_file(Path(out), b"", force=False),
     ):
         with pytest.raises(OutputError, match="nobody replaced ~: give the whole path"):
             check()

@@ -25,14 +25,17 @@ if __name__ == "__main__":
 """
 
 
+def program(folder, text, *arguments):
+    """How a program is run by itself."""
+    path = folder / "program.py"
+    path.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return {"args": [sys.executable, path, *arguments], "env": environment}
+
+
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     """They would wait for more jobs for ever, each with its memory."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen(
-        [sys.executable, str(program)], stdout=subprocess.PIPE, env=environment, text=True
-    )
+    parent = subprocess.Popen(**program(tmp_path, PROGRAM), stdout=subprocess.PIPE, text=True)
     workers = [Path("/proc") / parent.stdout.readline().strip() / "stat" for _ in range(2)]
     assert all(map(alive, workers))
     parent.send_signal(signal.SIGKILL)
@@ -73,13 +76,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_workers_alone_tell_of_ends_the_program_as_it_would_have(number, tmp_path):
     """Python may swallow what a handler of this process raises; memory is not lacking then."""
-    program = tmp_path / "program.py"
-    program.write_text(TOLD)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.run(
-        [sys.executable, str(program), str(int(number))], env=environment, timeout=120,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        **program(tmp_path, TOLD, str(int(number))), capture_output=True, text=True, timeout=120
+    )
     assert child.returncode == 128 + number, child.stderr
     assert "Traceback" not in child.stderr
 
@@ -115,10 +114,7 @@ if __name__ == "__main__":
 
 
 def test_a_signal_waits_until_workers_have_been_told_what_they_are_for(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(INTERRUPTED)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
-        [sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120
+        **program(tmp_path, INTERRUPTED), capture_output=True, text=True, timeout=120
     )
     assert (ended.returncode, ended.stderr) == (130, "")

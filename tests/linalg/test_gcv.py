@@ -4,7 +4,7 @@ import torch
 import oracles
 import problems
 from coec.events import recording
-from coec.linalg.gcv import LEAD, choose_ridge, global_scale, led, rescale
+from coec.linalg.gcv import LEAD, Shrinkage, choose_ridge, global_scale, led, rescale
 from tolerances import CLOSED_FORM
 
 
@@ -28,45 +28,39 @@ def test_it_is_the_literal_rule(seed):
     G, W = problems.gram("power law", k, seed=seed).xx, problems.weight(m, k, seed=seed)
     Gyx = problems.weight(m, k, seed=seed + 50) @ G + W @ G
     U, s, Vt = torch.linalg.svd(W, full_matrices=False)
-    out = rescale(s, ((U.T @ Gyx) * Vt).sum(1), ((Vt @ G) * Vt).sum(1))
+    out = rescale(s, ((U.T @ Gyx) * Vt).sum(1), ((Vt @ G) * Vt).sum(1), Shrinkage())
     expected = oracles.gcv_rescale(W, G, Gyx)
     torch.testing.assert_close((U * out.s) @ Vt, expected, rtol=0, atol=CLOSED_FORM)
 
 
 @pytest.mark.parametrize("rule", ["gcv", "fixed", "uniform"])
 @pytest.mark.parametrize("seed", range(8))
-def test_no_rule_raises_the_objective(rule, seed):
+def test_no_rule_raises_the_objective_or_leaves_the_band(rule, seed):
     s, rho, e = modes(seed)
-    out = rescale(s, rho, e, rule=rule, ridge=0.3)
+    out = rescale(s, rho, e, Shrinkage(rule, 0.3))
     assert objective(out.s, rho, e) <= objective(s, rho, e) + 1e-14
-
-
-@pytest.mark.parametrize("rule", ["gcv", "fixed", "uniform"])
-def test_the_band_holds_under_every_rule(rule):
-    s, rho, e = modes()
     rho[2], rho[5] = 1e3, -1e3
-    out = rescale(s, rho, e, rule=rule, ridge=1e-9, kappa=2.0)
-    prior = s * out.scale
-    assert bool((out.s <= 2 * prior * (1 + 1e-12)).all())
-    assert bool((out.s >= prior / 2 * (1 - 1e-12)).all())
+    out = rescale(s, rho, e, Shrinkage(rule, 1e-9, kappa=2.0))
+    ratio = out.s / (s * out.scale)
+    assert bool(((ratio <= 2 * (1 + 1e-12)) & (ratio >= (1 - 1e-12) / 2)).all())
     assert (out.clamped > 0) == (rule != "uniform")
 
 
 def test_the_ends_of_the_path():
     s, rho, e = modes()
-    own, prior = rho / e, s * global_scale(s, rho, e)
-    free = rescale(s, rho, e, rule="fixed", ridge=1e-12, kappa=1e6)
-    stiff = rescale(s, rho, e, rule="fixed", ridge=1e12, kappa=1e6)
+    own, prior = rho / e, rescale(s, rho, e, Shrinkage("uniform")).s
+    free = rescale(s, rho, e, Shrinkage("fixed", 1e-12, kappa=1e6))
+    stiff = rescale(s, rho, e, Shrinkage("fixed", 1e12, kappa=1e6))
     torch.testing.assert_close(free.s, own.clamp(min=prior / 1e6), rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(stiff.s, prior, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(rescale(s, rho, e, rule="uniform").s, prior)
+    torch.testing.assert_close(prior, s * (s * rho).sum() / (s.square() * e).sum())
 
 
 def test_a_mode_without_energy_gets_the_prior_and_no_vote():
     s, rho, e = modes()
     e[-1], rho[-1] = 1e-30, 1e3
-    out = rescale(s, rho, e)
-    trimmed = rescale(s[:-1], rho[:-1], e[:-1])
+    out = rescale(s, rho, e, Shrinkage())
+    trimmed = rescale(s[:-1], rho[:-1], e[:-1], Shrinkage())
     assert float(out.s[-1]) == pytest.approx(float(s[-1]) * out.scale)
     assert out.ridge == trimmed.ridge
 
@@ -74,16 +68,18 @@ def test_a_mode_without_energy_gets_the_prior_and_no_vote():
 def test_no_energy_at_all_changes_nothing():
     s = torch.ones(3, dtype=torch.float64)
     zero = torch.zeros(3, dtype=torch.float64)
-    out = rescale(s, zero, zero)
+    out = rescale(s, zero, zero, Shrinkage())
     assert torch.equal(out.s, s)
     assert (out.scale, out.ridge) == (1.0, None)
 
 
-def test_a_scale_is_applied_only_when_positive():
-    s, _, e = modes()
-    assert global_scale(s, -e, e) is None
-    assert global_scale(s, e, -e) is None
-    assert global_scale(s, 2 * s * e, e) == pytest.approx(2.0)
+@pytest.mark.parametrize(
+    ("linear", "quadratic", "scale"), [(-1.0, 2.0, 1.0), (1.0, -2.0, 1.0), (4.0, 2.0, 2.0)]
+)
+def test_a_scale_is_applied_only_when_positive(linear, quadratic, scale):
+    with recording() as events:
+        assert global_scale(linear, quadratic) == scale
+    assert events == ["the global scale is not positive: not applied"] * (scale == 1)
 
 
 def test_shrinkage_is_total_when_modes_agree():
@@ -95,14 +91,17 @@ def test_shrinkage_is_total_when_modes_agree():
 @pytest.mark.parametrize("factor", [1e-30, 1e30])
 def test_the_size_of_the_statistics_does_not_matter(factor):
     s, rho, e = modes()
-    plain, scaled = rescale(s, rho, e), rescale(s, rho * factor, e * factor)
+    plain, scaled = (
+        rescale(s, rho, e, Shrinkage()),
+        rescale(s, rho * factor, e * factor, Shrinkage()),
+    )
     torch.testing.assert_close(plain.s, scaled.s, rtol=1e-9, atol=0)
 
 
 def test_a_scale_that_is_not_applied_is_said():
     s, _, e = modes()
     with recording() as events:
-        out = rescale(s, -e, e, rule="uniform")
+        out = rescale(s, -e, e, Shrinkage("uniform"))
     assert torch.equal(out.s, s)
     assert events == ["the global scale is not positive: not applied"]
 
@@ -149,6 +148,6 @@ def test_keeping_the_lead_does_not_raise_the_objective(rule, seed, kappa):
     rows = s.topk(3).indices
     s = led(s, e, rows)
     with recording():
-        out = rescale(s, rho, e, rule=rule, ridge=0.3, kappa=kappa, leading=rows)
+        out = rescale(s, rho, e, Shrinkage(rule, 0.3, kappa), leading=rows)
     assert objective(out.s, rho, e) <= objective(s, rho, e) + 1e-14
     assert set(out.s.topk(3).indices.tolist()) == set(rows.tolist())

@@ -11,30 +11,18 @@ from tolerances import CLOSED_FORM, EXACT
 
 @pytest.mark.parametrize(("m", "b"), [(5, 5), (9, 4), (1, 1), (7, 1)])
 def test_the_factor_of_a_full_rank_matrix(m, b):
+    """That of the SVD; at the maximiser of ⟨U, A⟩ the product UᵀA is symmetric and positive."""
     A = problems.weight(m, b)
     U = polar(A)
     torch.testing.assert_close(U, oracles.polar_by_svd(A), rtol=0, atol=CLOSED_FORM)
     torch.testing.assert_close(U.T @ U, torch.eye(b, dtype=A.dtype), rtol=0, atol=EXACT)
+    torch.testing.assert_close(U.T @ A, A.T @ U, rtol=0, atol=CLOSED_FORM)
+    assert float(torch.linalg.eigvalsh(U.T @ A).min()) > 0
 
 
 def test_an_orthonormal_matrix_times_a_positive_one_gives_it_back():
     U, S = problems.orthonormal(8, 5), problems.gram("white", 5).xx
     torch.testing.assert_close(polar(U @ S), U, rtol=0, atol=CLOSED_FORM)
-
-
-def test_first_order_condition():
-    """At the maximiser of ⟨U, A⟩ the product UᵀA is symmetric and positive."""
-    A = problems.weight(9, 6)
-    P = polar(A).T @ A
-    torch.testing.assert_close(P, P.T, rtol=0, atol=CLOSED_FORM)
-    assert float(torch.linalg.eigvalsh(P).min()) > 0
-
-
-def test_no_other_orthonormal_matrix_is_better():
-    A = problems.weight(7, 4)
-    best = float((polar(A) * A).sum())
-    for seed in range(20):
-        assert float((problems.orthonormal(7, 4, seed) * A).sum()) <= best
 
 
 def test_directions_without_information_stay_where_they_were():
@@ -94,8 +82,9 @@ def test_newton_schulz_is_the_factor_of_a_tangent_step():
     torch.testing.assert_close(newton_schulz_polar(A), oracles.polar_by_svd(A), rtol=0, atol=1e-10)
 
 
-def test_newton_schulz_says_when_it_does_not_converge():
+@pytest.mark.parametrize(
+    "A", [torch.zeros(2, 3, dtype=torch.float64), 10 * problems.orthonormal(3, 2).T]
+)
+def test_newton_schulz_says_when_it_does_not_converge(A):
     with pytest.raises(NumericalError, match="Newton-Schulz polar iteration did not converge"):
-        newton_schulz_polar(torch.zeros(2, 3, dtype=torch.float64))
-    with pytest.raises(NumericalError, match="did not converge"):
-        newton_schulz_polar(10 * problems.orthonormal(3, 2).T)
+        newton_schulz_polar(A)

@@ -73,34 +73,36 @@ def test_zero_has_no_polar_factor():
         svd_by_polar(torch.zeros(4, 3))
 
 
-class TestNearPolar:
-    """What `polar` does on a CUDA device."""
+# what `polar` does on a CUDA device
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    @pytest.mark.parametrize("rank", [0, 3, 10])
-    def test_no_worse_than_the_start_and_nearly_the_best(self, dtype, rank):
-        A = (problems.weight(12, rank) @ problems.weight(rank, 10, seed=1)).to(dtype)
-        start = problems.orthonormal(12, 10, seed=2).to(dtype)
-        U = polar_module._near_polar(A, start)
-        assert U is not None
-        gap = U.T @ U - torch.eye(10, dtype=dtype)
-        assert float(gap.norm()) <= ORTHOGONAL[dtype]
-        inner = float((U * A).sum())
-        assert inner >= float((start * A).sum())
-        nuclear = float(torch.linalg.svdvals(A).sum())
-        assert inner == pytest.approx(nuclear, rel=1e-4, abs=1e-12)
 
-    def test_directions_without_information_stay(self):
-        A = torch.zeros(6, 4, dtype=torch.float64)
-        A[0, 0] = 1
-        start = problems.orthonormal(6, 4, seed=2)
-        with recording():
-            exact = polar(A, nearest=start)
-        torch.testing.assert_close(polar_module._near_polar(A, start), exact, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [0, 3, 10])
+def test_no_worse_than_the_start_and_nearly_the_best(dtype, rank):
+    A = (problems.weight(12, rank) @ problems.weight(rank, 10, seed=1)).to(dtype)
+    start = problems.orthonormal(12, 10, seed=2).to(dtype)
+    U = polar_module._near_polar(A, start)
+    assert U is not None
+    gap = U.T @ U - torch.eye(10, dtype=dtype)
+    assert float(gap.norm()) <= ORTHOGONAL[dtype]
+    inner = float((U * A).sum())
+    assert inner >= float((start * A).sum())
+    nuclear = float(torch.linalg.svdvals(A).sum())
+    assert inner == pytest.approx(nuclear, rel=1e-4, abs=1e-12)
 
-    def test_where_the_start_offers_no_free_direction_the_svd_decides(self):
-        axes = torch.eye(3, 2, dtype=torch.float64)
-        A = axes * torch.tensor([1.0, 0.0])
-        with recording() as events:
-            assert polar_module._near_polar(A, axes[:, [1, 0]]) is None
-        assert events == ["the polar iteration did not converge: decomposed instead"]
+
+def test_directions_without_information_stay():
+    A = torch.zeros(6, 4, dtype=torch.float64)
+    A[0, 0] = 1
+    start = problems.orthonormal(6, 4, seed=2)
+    with recording():
+        exact = polar(A, nearest=start)
+    torch.testing.assert_close(polar_module._near_polar(A, start), exact, rtol=0, atol=1e-6)
+
+
+def test_where_the_start_offers_no_free_direction_the_svd_decides():
+    axes = torch.eye(3, 2, dtype=torch.float64)
+    A = axes * torch.tensor([1.0, 0.0])
+    with recording() as events:
+        assert polar_module._near_polar(A, axes[:, [1, 0]]) is None
+    assert events == ["the polar iteration did not converge: decomposed instead"]

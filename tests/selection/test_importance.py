@@ -15,13 +15,9 @@ def saved(W, G, units, keep):
     return error_saved([cost for _, cost in removal_path(W, G.xx, units, 1)], keep)
 
 
-def gram(d=12, kind="power law"):
-    return problems.gram(kind, d)
-
-
 @pytest.mark.parametrize("units", [12, 4])
 def test_scores_are_standardised_as_flap_does(units):
-    W, G = problems.weight(5, 12), gram()
+    W, G = problems.weight(5, 12), problems.gram("power law", 12)
     found = standardised(W, G, units)
     scores = (W.square().sum(dim=0) * G.variance).reshape(units, -1).sum(dim=1)
     expected = (scores - scores.mean()) / scores.std()
@@ -47,7 +43,7 @@ def test_independent_channels_are_worth_their_energy():
 
 @pytest.mark.parametrize("units", [12, 4])
 def test_neither_units_of_measure_nor_tokens_matter(units):
-    W, G = problems.weight(5, 12), gram()
+    W, G = problems.weight(5, 12), problems.gram("power law", 12)
     found = saved(W, G, units, 1)
     twice = Gram(2 * G.xx, 2 * G.x, 2 * G.tokens)
     torch.testing.assert_close(saved(7 * W, twice, units, 1), found)
@@ -64,8 +60,13 @@ def test_a_copy_is_worth_nothing():
 
 
 def test_a_consumer_of_zeros_and_a_single_unit():
-    assert saved(torch.zeros(3, 4).double(), gram(4), 4, 2).tolist() == [torch.inf, 0, 0, 0]
-    assert saved(problems.weight(3, 4), gram(4), 1, 1).tolist() == [torch.inf]
+    assert saved(torch.zeros(3, 4).double(), problems.gram("power law", 4), 4, 2).tolist() == [
+        torch.inf,
+        0,
+        0,
+        0,
+    ]
+    assert saved(problems.weight(3, 4), problems.gram("power law", 4), 1, 1).tolist() == [torch.inf]
 
 
 def test_what_costs_anything_beyond_what_costs_nothing_is_never_to_go():

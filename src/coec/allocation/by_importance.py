@@ -8,15 +8,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.allocation.widths import Widths, aligned, parameters
-from coec.models.layout import Layout, Site
+from coec.models.description import Description
+from coec.models.layout import Site
 
 Importances = Mapping[str, Float[Tensor, " units"]]
 """Importances of a site's units, by `Site.key`; first that of the unit which goes last."""
 
 
 def by_importance(
-    layout: Layout,
-    shapes: Mapping[str, torch.Size],
+    model: Description,
     start: Widths,
     importances: Importances,
     multiple: int | None,
@@ -30,8 +30,7 @@ def by_importance(
     units that fit.
 
     Args:
-        layout: where units are.
-        shapes: of the dense model's tensors, by name.
+        model: says where units are, and the shapes of the dense model's tensors.
         start: widths whose parameters are shared out.
         importances: of the sites among which they are; the others keep what they have.
         multiple: to what channels are rounded up; None chooses it.
@@ -40,18 +39,16 @@ def by_importance(
     """
     kept = dict(start.kept)
     pools: dict[str, list[Site]] = {}
-    for site in layout.sites:
+    for site in model.layout.sites:
         if site.key in importances:
             pools.setdefault(site.kind if site.kind in apart else "", []).append(site)
     # Kinds of sites that stand apart share out what they have; all others one budget, with `spare`.
     for name, sites in pools.items():
-        costs = [parameters(site, shapes) for site in sites]
-        high = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
-        pool = _Pool(sites, costs, high if name else high + spare, multiple)
-        for site, count in zip(
-            sites, pool.counts([importances[s.key] for s in sites]), strict=True
-        ):
-            kept[site.block, site.name] = count
+        costs = [parameters(site, model.shapes) for site in sites]
+        budget = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
+        pool = _Pool(sites, costs, budget if name else budget + spare, multiple)
+        counts = pool.counts([importances[site.key] for site in sites])
+        kept |= {(site.block, site.name): n for site, n in zip(sites, counts, strict=True)}
     return Widths(kept)
 
 

@@ -112,13 +112,8 @@ class KeptUnits:
 
     def record(self) -> dict[str, Any]:
         """JSON-ready, without the units themselves."""
-        from_model = {"inferred_from": self.inferred_from} if self.inferred_from else {}
-        return {
-            "source": self.source,
-            "sha256": self.digest,
-            "sites": len(self.units),
-            **from_model,
-        }
+        record = {"source": self.source, "sha256": self.digest, "sites": len(self.units)}
+        return record | ({"inferred_from": self.inferred_from} if self.inferred_from else {})
 
 
 def named(kept: Any) -> str | None:
@@ -160,13 +155,12 @@ def _sorted(indices: Any, description: str) -> Int[Tensor, " k"]:
     # numpy turns a list of whole numbers and truth values into whole numbers.
     flags = isinstance(indices, list | tuple) and any(isinstance(flag, bool) for flag in indices)
     if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array) or flags:
+        got = f"{indices!r:.60}"
+        if isinstance(indices, Tensor):
+            got = f"{tuple(indices.shape)} of {indices.dtype}"
         raise OptionError(
             f"{description} is a list of the units that stay, at least one, whole numbers, got "
-            + (
-                f"{tuple(indices.shape)} of {indices.dtype}"
-                if isinstance(indices, Tensor)
-                else f"{indices!r:.60}"
-            )
+            f"{got}"
         )
     ordered = torch.from_numpy(array.astype(np.int64)).sort().values
     if int(ordered[0]) < 0:

@@ -70,9 +70,9 @@ def shares_for(
 
     if removed(_STEPS - 1) < goal:
         parameters_left = sum(size.numel() for size in shapes.values()) - removed(_STEPS - 1)
-        rounded = _rounded(pruning)
+        rounded, budget = _rounded(pruning), _number(pruning.budget_parameters)
         raise OptionError(
-            f"budget_parameters = {_number(pruning.budget_parameters)}{rounded} cannot be met: "
+            f"budget_parameters = {budget}{rounded} cannot be met: "
             f"{parameters_left:,} parameters are left however much is removed; allow more"
             + (", or take a smaller multiple" if rounded else "")
         )
@@ -100,9 +100,9 @@ def _nothing_goes(layout: Layout, pruning: Pruning, named_units: KeptUnits | Non
     if pruning.expert_sparsity:
         shares += f", {pruning.expert_sparsity:g} of {layout.experts} experts"
     if named_units is not None:
-        elsewhere = (
-            "" if named_units.covers(layout) else f", and removing {shares} takes none elsewhere"
-        )
+        elsewhere = f", and removing {shares} takes none elsewhere"
+        if named_units.covers(layout):
+            elsewhere = ""
         return OptionError(
             f"'{named_units.source}' keeps every unit of the sites that it names{elsewhere}: "
             "nothing would go"
@@ -170,15 +170,13 @@ def whole_attention(
                 f"'{named_units.source}' names in block {block.index}: leave one of the two out"
             )
         # The block's other sites pay in equal parts; those of experts that go do not count.
-        payers = sum(map(widths.counts, paying))
+        payers = sum(map(widths.stays, paying))
         for site in paying:
             less = math.ceil(spared / payers / parameters(site, shapes))
             if less >= widths.of(site):
-                wanted_share = (
-                    f"sparsity {pruning.sparsity:g}"
-                    if pruning.budget_parameters is None
-                    else f"budget_parameters = {_number(pruning.budget_parameters)}"
-                )
+                wanted_share = f"sparsity {pruning.sparsity:g}"
+                if pruning.budget_parameters is not None:
+                    wanted_share = f"budget_parameters = {_number(pruning.budget_parameters)}"
                 raise OptionError(
                     f"{wanted_share} with kv_groups = all leaves no {site.unit}s: "
                     "remove less, or keep kv_groups = uniform"
@@ -189,8 +187,7 @@ def whole_attention(
             if not count:
                 raise OptionError(
                     f"kv_groups = all leaves fewer {site.unit}s than multiple_of = "
-                    f"{pruning.multiple_of}: take a smaller "
-                    "multiple, or keep kv_groups = uniform"
+                    f"{pruning.multiple_of}: take a smaller multiple, or keep kv_groups = uniform"
                 )
             kept[site.block, site.name] = count
     return Widths(kept, widths.experts)

@@ -37,27 +37,24 @@ class Widths:
         """Return whether anything is removed at a site."""
         return self.of(site) < site.units
 
-    def counts(self, site: Site) -> bool:
-        """Return whether a site counts, as if the last experts went; scores decide which do."""
+    def stays(self, site: Site) -> bool:
+        """Return whether a site stays, as if the last experts went; scores decide which do."""
         return self.experts is None or site.expert is None or site.expert < self.experts
 
     def everywhere(self, name: str) -> tuple[int, ...]:
         """The widths of a kind of site, one for each block."""
-        return tuple(
-            kept for (_, site_kind), kept in sorted(self.kept.items()) if site_kind == name
-        )
+        return tuple(kept for (_, kind), kept in sorted(self.kept.items()) if kind == name)
 
     def removed(self, layout: Layout, shapes: Mapping[str, torch.Size]) -> int:
         """Return how many parameters of the dense model are removed."""
-        removed = sum(
-            (site.units - (self.of(site) if self.counts(site) else 0)) * parameters(site, shapes)
-            for site in layout.sites
-        )
-        routers = [block.router for block in layout.blocks if block.router is not None]
-        if self.experts is not None:
-            # An expert's row of the router goes with it.
-            rows = ((r.stop - self.experts) * shapes[r.tensor][1] for r in routers)
-            removed += sum(rows)
+        removed = 0
+        for site in layout.sites:
+            kept = self.of(site) if self.stays(site) else 0
+            removed += (site.units - kept) * parameters(site, shapes)
+        # An expert's row of the router goes with it.
+        for block in layout.blocks:
+            if self.experts is not None and (router := block.router) is not None:
+                removed += (router.stop - self.experts) * shapes[router.tensor][1]
         return removed
 
 

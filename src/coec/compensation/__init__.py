@@ -79,8 +79,10 @@ def compensate(
     with recording() as events:
         # Inputs → float64, semidefinite Gram, moderate units → the method's W̃
         problem, units = _moderate(_prepared(problem, method))
-        whole = problem.nothing_to_repair
-        result = SiteResult(problem.weight) if whole else method(problem, chosen)
+        if problem.nothing_to_repair:
+            result = SiteResult(problem.weight)
+        else:
+            result = method(problem, chosen)
         if not torch.isfinite(result.weight).all():
             raise NumericalError("the compensated weight holds NaN or Inf")
         # 𝓛 of the slice and of W̃, untempered: a named method that loses to the slice gives way to
@@ -98,7 +100,7 @@ def compensate(
                 result, after = SiteResult(slice_, diagnostics=result.diagnostics), before
     errors = {"error_before": before, "error_after": after}
     diagnostics = {**errors, **result.diagnostics, "events": events}
-    return _in_units(result, units, gram.xx.dtype, diagnostics)
+    return _in_units(replace(result, diagnostics=diagnostics), units, gram.xx.dtype)
 
 
 def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
@@ -117,29 +119,21 @@ def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
 
 def _check_finite(problem: SiteProblem) -> None:
     problem.gram.check_finite()
-    if not torch.isfinite(problem.weight).all():
-        raise NumericalError("the weight holds NaN or Inf")
-    if problem.value is not None and not torch.isfinite(problem.value).all():
-        raise NumericalError("the value weight holds NaN or Inf")
-    if problem.target is not None and not torch.isfinite(problem.target).all():
-        raise NumericalError("the target holds NaN or Inf")
+    tensors = {"weight": problem.weight, "value weight": problem.value, "target": problem.target}
+    for name, tensor in tensors.items():
+        if tensor is not None and not torch.isfinite(tensor).all():
+            raise NumericalError(f"the {name} holds NaN or Inf")
 
 
-def _in_units(
-    result: SiteResult,
-    units: tuple[float, float],
-    dtype: torch.dtype,
-    diagnostics: dict[str, Any],
-) -> SiteResult:
+def _in_units(result: SiteResult, units: tuple[float, float], dtype: torch.dtype) -> SiteResult:
     """Return the result of a problem in moderate units in its original ones, in this dtype."""
-    own, inputs = units
-    bias = None if result.bias is None else (result.bias * own * inputs).to(dtype)
-    if bias is not None and not torch.isfinite(bias).all():
-        raise NumericalError("the bias overflows: solve in float64")
-    W = (result.weight * own).to(dtype)
-    if not torch.isfinite(W).all():
-        raise NumericalError("the compensated weight overflows: solve in float64")
-    return SiteResult(W, bias, diagnostics)
+    weight_unit, input_unit = units
+    bias = None if result.bias is None else (result.bias * weight_unit * input_unit).to(dtype)
+    W = (result.weight * weight_unit).to(dtype)
+    for name, tensor in {"bias": bias, "compensated weight": W}.items():
+        if tensor is not None and not torch.isfinite(tensor).all():
+            raise NumericalError(f"the {name} overflows: solve in float64")
+    return replace(result, weight=W, bias=bias)
 
 
 def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
@@ -151,21 +145,21 @@ def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
     """
     weight, target, gram = problem.weight, problem.target, problem.gram
     limit = torch.finfo(weight.dtype).max ** EXTREME
-    sizes = torch.stack([*weight.aminmax(), *problem.aim.aminmax()])
-    units = [power_of_two(sizes), power_of_two(gram.xx.diagonal())]
+    weight_unit = power_of_two(torch.stack([*weight.aminmax(), *problem.aim.aminmax()]))
     # G holds squares of inputs: the unit of the inputs is the root of that of G.
-    units[1] = 2.0 ** (math.frexp(units[1])[1] // 2)
+    input_unit = 2.0 ** (math.frexp(power_of_two(gram.xx.diagonal()))[1] // 2)
     # Moderate sizes keep unit 1, and then nothing is copied.
-    for number, power in enumerate((1, 2)):
-        if 1 / limit < units[number] ** power < limit:
-            units[number] = 1.0
-    own, inputs = units
-    if own != 1.0:
-        weight = weight / own
-        target = None if target is None else target / own
-    if inputs != 1.0:
-        area = inputs**2
+    if 1 / limit < weight_unit < limit:
+        weight_unit = 1.0
+    else:
+        weight = weight / weight_unit
+        target = None if target is None else target / weight_unit
+    if 1 / limit < input_unit**2 < limit:
+        input_unit = 1.0
+    else:
+        area = input_unit**2
         centred = None if gram.centred is None else gram.centred / area
         # The largest token energies go: no compensation reads them.
-        gram = replace(gram, xx=gram.xx / area, x=gram.x / inputs, centred=centred, largest=None)
-    return replace(problem, weight=weight, target=target, gram=gram), (own, inputs)
+        xx, x = gram.xx / area, gram.x / input_unit
+        gram = replace(gram, xx=xx, x=x, centred=centred, largest=None)
+    return replace(problem, weight=weight, target=target, gram=gram), (weight_unit, input_unit)

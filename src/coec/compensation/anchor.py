@@ -10,6 +10,7 @@ from coec.errors import OptionError
 from coec.linalg.alignment import Alignment
 from coec.linalg.decompose import svd
 from coec.linalg.spd import rounding_level
+from coec.settings import CoecOptions
 from coec.types import KeptSet
 
 
@@ -37,9 +38,7 @@ class Anchor:
         weight: Float[Tensor, "m d"],
         value_weight: Float[Tensor, "k h"],
         kept: KeptSet,
-        *,
-        lambda_a: float,
-        r_p: int,
+        options: CoecOptions,
     ) -> "Anchor":
         """Build the anchor from the unpruned consumer and the pruned value projection."""
         k = len(kept.indices)
@@ -49,12 +48,12 @@ class Anchor:
                 "repeat its rows per query head, in the consumer's column order"
             )
         # W_v, k×h → U_v, its leading left singular vectors
-        U_v = _left_frame(value_weight)[:, :r_p]
+        U_v = _left_frame(value_weight)[:, : options.r_p]
         # W₀, m×d → V_full, its leading right singular vectors → V = orth(V_full[K]) → U_vᵀ V Vᵀ U_v
-        V_full = _left_frame(weight.T)[:, :r_p]
+        V_full = _left_frame(weight.T)[:, : options.r_p]
         V = _left_frame(V_full[kept.indices])
-        seen = U_v.T @ V
-        return cls(U_v, seen @ seen.T, lambda_a, r_p)
+        overlap = U_v.T @ V
+        return cls(U_v, overlap @ overlap.T, options.lambda_a, options.r_p)
 
     def alignment(self, frame: Frame, target: RotationTarget) -> Alignment:
         """Return the penalty on the rows of the frame that lead now, in the dtype of the target."""

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from coec.compensation.objective import OutputProblem, kept_columns
 from coec.compensation.ridge import best_ridge
-from coec.events import record
 from coec.linalg.decompose import svd
+from coec.linalg.gcv import global_scale
 from coec.linalg.polar import polar
 from coec.linalg.spd import solve_right
 from coec.settings import RidgeOptions
@@ -89,9 +89,5 @@ def rcpu(problem: SiteProblem) -> SiteResult:
     # U → Q U = polar(Gyx Rᵀ diag(s)) → Ŵ = Q W_K → s* Ŵ
     W = (polar(target.Gyx @ (s[:, None] * R).T, nearest=U) * s) @ R
     linear, quadratic = float((target.Gyx * W).sum()), float((W @ target.Gxx * W).sum())
-    scale = 1.0
-    if linear > 0 and quadratic > 0:
-        scale = linear / quadratic
-    else:
-        record("the global scale is not positive: not applied")
+    scale = global_scale(linear, quadratic)
     return SiteResult(W * scale, diagnostics={"scale": scale})

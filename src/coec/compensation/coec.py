@@ -5,6 +5,7 @@ rescale (closed form under GCV), right rotation (iterative, on the Stiefel manif
 """
 
 import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from coec.compensation.anchor import Anchor
 from coec.compensation.closed_form import rcpu
-from coec.compensation.descent import Descended, Descent, Origin, RightSolver, Side
-from coec.compensation.frame import RotationTarget, Shrinkage
+from coec.compensation.descent import Descended, Descent, Origin, Side
+from coec.compensation.frame import RotationTarget
 from coec.compensation.objective import OutputProblem, above, kept_columns, rounding
 from coec.errors import NumericalError
 from coec.events import record, recording
@@ -25,9 +26,6 @@ from coec.types import KeptSet, SiteProblem, SiteResult
 RESOLVED, SPREAD, AGREE = 0.02, 2.0**16, 0.01
 """What a descent in float32 is trusted with: relative errors above, ratios of weights to outputs
 below, and a difference between its error and that in float64 below (docs/lab/LOG.md)."""
-
-ALIGNED = ("penalties_per_round", "objectives_per_round", "alignment_before", "alignment_after")
-"""Diagnostics that only an aligned descent has."""
 
 
 def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
@@ -59,21 +57,18 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
     unit = power_of_two(weight)
     anchor = None
     if problem.value is not None and options.lambda_a > 0:
-        anchor = Anchor.of(
-            weight / unit, problem.value, kept, lambda_a=options.lambda_a, r_p=options.r_p
-        )
+        anchor = Anchor.of(weight / unit, problem.value, kept, options)
     # G^α, diagonalised once → a descent for every slice of output rows
-    descents = _descents(options)
     target = _target(problem, unit, options.alpha)
-    parts, summaries = [], []
+    weights, summaries = [], []
     for rows in _chunks(len(weight), options.slices):
         W_K = kept_columns(weight[rows], kept).div_(unit)
-        W, summary = _solve(W_K, target.rows(rows), descents, anchor, problem.solve_dtype)
-        parts.append(W * unit)
+        W, summary = _Slice(W_K, target.rows(rows), anchor, options).solved(problem.solve_dtype)
+        weights.append(W * unit)
         summaries.append(summary)
     del target
     # Tempering, alignment and slices minimise something else than the untempered error.
-    W = torch.cat(parts)
+    W = torch.cat(weights)
     if options.alpha < 1 or anchor is not None or options.slices > 1:
         W = _checked(W, problem)
     diagnostics = summaries[0] if len(summaries) == 1 else {"slices": summaries}
@@ -103,140 +98,120 @@ def _target(problem: SiteProblem, unit: float, alpha: float) -> RotationTarget:
     return target(torch.device("cpu")).to(problem.gram.xx)
 
 
-def _descents(options: CoecOptions) -> list[Descent]:
-    """Return one descent, or the better of two."""
-    right = RightSolver(
-        options.solver,
-        options.parameterization,
-        options.start,
-        options.retraction,
-        options.delta,
-        options.precision,
-        options.iterations,
-    )
-    shrinkage = Shrinkage(options.rescale, options.rescale_ridge, options.kappa)
-    rotation = options.rotation
-    sides: tuple[Side, ...] = ("left", "right") if rotation == "better" else (rotation,)
-    return [Descent(side, shrinkage, right, options.rounds, options.tol) for side in sides]
+@dataclass(frozen=True, eq=False)
+class _Slice:
+    """Kept columns of some of the output rows, and what they are to be compensated towards.
 
-
-def _solve(
-    W_K: Float[Tensor, "m k"],
-    target: RotationTarget,
-    descents: list[Descent],
-    anchor: Anchor | None,
-    dtype: torch.dtype,
-) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
-    """Return the best of the descents on one group of rows, or the fallback when none is sound.
-
-    A descent in fewer digits than the target's is judged in all of them, and done again in all of
-    them where fewer do not tell how it goes.
+    Attributes:
+        W_K: the kept columns, in the weight's unit.
+        target: the problem of these rows.
+        anchor: the alignment of the frame, or None.
+        options: how it is descended.
     """
-    if not target.yy > 0:
-        record("the dense output is 0 on the calibration data: slice kept")
-        return W_K, {"reason": "no output to reconstruct"}
-    if not bool(W_K.any()):
-        record("every kept column is 0: slice kept")
-        return W_K, {"reason": "nothing to rotate"}
-    best = None
-    if dtype != target.mu.dtype:
-        best = _narrow(W_K, target, descents, anchor, dtype)
-    if best is None:
+
+    W_K: Float[Tensor, "m k"]
+    target: RotationTarget
+    anchor: Anchor | None
+    options: CoecOptions
+
+    def solved(self, dtype: torch.dtype) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
+        """Return the best descent's weight and its summary, or the fallback if none is sound.
+
+        A descent in fewer digits than the target's is judged in all of them, and done again in all
+        of them where fewer do not tell how it goes.
+        """
+        if not self.target.yy > 0:
+            record("the dense output is 0 on the calibration data: slice kept")
+            return self.W_K, {"reason": "no output to reconstruct"}
+        if not bool(self.W_K.any()):
+            record("every kept column is 0: slice kept")
+            return self.W_K, {"reason": "nothing to rotate"}
+        best = None if dtype == self.target.mu.dtype else self._narrow(dtype)
         try:
-            best = _best(W_K, target, descents, anchor)
+            best = best or self._best()
         except NumericalError as error:
             record(str(error))
-            return _fallback(W_K, target, anchor)
-    W = best.frame.weight(target)
-    if not torch.isfinite(W).all():
-        record("the descent ended at NaN or Inf")
-        return _fallback(W_K, target, anchor)
-    return W, _summary(best, anchored=anchor is not None)
+            return self._fallback()
+        W = best.state.frame.weight(self.target)
+        if not torch.isfinite(W).all():
+            record("the descent ended at NaN or Inf")
+            return self._fallback()
+        return W, best.summary(aligned=self.anchor is not None)
 
+    def _narrow(self, dtype: torch.dtype) -> Descended | None:
+        """Return the best descent in fewer digits; None, and an event, where these are too few.
 
-def _narrow(
-    W_K: Float[Tensor, "m k"],
-    target: RotationTarget,
-    descents: list[Descent],
-    anchor: Anchor | None,
-    dtype: torch.dtype,
-) -> Descended | None:
-    """Return the best of the descents in fewer digits; None, and an event, where these are too few.
-
-    They are where it fails, where its error differs from that in all digits, where that is below
-    `RESOLVED`, and where `‖W_K‖² tr Gxx / yy` is above `SPREAD`: with a few huge channels of small
-    weight, rounding a rotation moves their output by far more than that of the others.
-    """
-    try:
-        # ‖W_K‖² tr Gxx / yy bounds how much the rounding of a rotation can weigh in the output.
-        spread = float(W_K.square().sum() * target.mu.sum()) / target.yy
-        if spread > SPREAD:
-            raise NumericalError("a few channels are huge")
-        with recording() as events:
-            best = _best(W_K.to(dtype), target.to(target.mu.to(dtype)), descents, anchor)
-        # The narrow frame's error in all digits: small ones are differences of numbers of size 1.
-        error = target.error(best.frame)
-        if error < RESOLVED:
-            raise NumericalError("the error is small")
-        if not abs(error - best.errors[-1]) <= AGREE * error:  # nor where it is no number
-            raise NumericalError("the error comes out otherwise")
-    except NumericalError as reason:
-        name = str(dtype).removeprefix("torch.")
-        record(f"{name} has too few digits here ({reason}): solved in float64")
-        return None
-    # Its events count only now: those of a descent that is thrown away say nothing.
-    for event in events:
-        record(event)
-    return best
-
-
-def _best(
-    W_K: Float[Tensor, "m k"],
-    target: RotationTarget,
-    descents: list[Descent],
-    anchor: Anchor | None,
-) -> Descended:
-    """Return the descent of lowest objective.
-
-    Raises:
-        NumericalError: every descent failed, or the best ended above RCPU or the slice.
-    """
-    results, failures = [], []
-    for descent in descents:
+        They are where it fails, where its error differs from that in all digits, where that is
+        below `RESOLVED`, and where `‖W_K‖² tr Gxx / yy` is above `SPREAD`: with a few huge channels
+        of small weight, rounding a rotation moves their output by far more than that of the others.
+        """
+        W_K, target = self.W_K, self.target
         try:
-            results.append(descent(W_K, target, anchor))
+            # ‖W_K‖² tr Gxx / yy bounds how much the rounding of a rotation can weigh in the output.
+            spread = float(W_K.square().sum() * target.mu.sum()) / target.yy
+            if spread > SPREAD:
+                raise NumericalError("a few channels are huge")
+            narrow = replace(self, W_K=W_K.to(dtype), target=target.to(target.mu.to(dtype)))
+            with recording() as events:
+                best = narrow._best()
+            # The frame's error in all digits: small ones are differences of numbers of size 1.
+            error = target.error(best.state.frame)
+            if error < RESOLVED:
+                raise NumericalError("the error is small")
+            if not abs(error - best.errors[-1]) <= AGREE * error:  # nor where it is no number
+                raise NumericalError("the error comes out otherwise")
+        except NumericalError as reason:
+            name = str(dtype).removeprefix("torch.")
+            record(f"{name} has too few digits here ({reason}): solved in float64")
+            return None
+        # Its events count only now: those of a descent that is thrown away say nothing.
+        for event in events:
+            record(event)
+        return best
+
+    def _best(self) -> Descended:
+        """Return the descent of lowest objective.
+
+        Raises:
+            NumericalError: every descent failed, or the best ended above RCPU or the slice.
+        """
+        results, failures = [], []
+        rotation, dtype = self.options.rotation, self.W_K.dtype
+        sides: tuple[Side, ...] = ("left", "right") if rotation == "better" else (rotation,)
+        for side in sides:
+            try:
+                descended = Descent(side, self.options)(self.W_K, self.target, self.anchor)
+            except NumericalError as error:
+                failures.append(f"descent abandoned: {error}")
+                continue
+            if math.isfinite(descended.objectives[-1]):
+                results.append(descended)
+        if not results:
+            raise NumericalError("; ".join(failures) or "the descent ended at NaN or Inf")
+        for failure in failures:
+            record(failure)
+        best = min(results, key=lambda result: result.objectives[-1])
+        # Above RCPU or the slice, on what was minimised, a descent has broken down.
+        for name, bound in {"RCPU": best.rcpu, "the slice": best.objectives[0]}.items():
+            if above(best.objectives[-1], bound, dtype):
+                raise NumericalError(f"the descent ended above {name}")
+        if best.objectives[-1] < -rounding(dtype):
+            raise NumericalError("the descent ended below 0, where no error lies")
+        return best
+
+    def _fallback(self) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
+        """Return RCPU's weight or the slice, whichever is finite and has the lower objective."""
+        W, chosen = self.W_K, "none"
+        try:
+            origin = Origin.of(self.W_K, self.target, self.anchor)
+            frame, objective = origin.rcpu(self.target)
+            rotated = frame.weight(self.target)
+            if torch.isfinite(rotated).all() and objective <= origin.objective(self.target):
+                W, chosen = rotated, "rcpu"
         except NumericalError as error:
-            failures.append(f"descent abandoned: {error}")
-    results = [result for result in results if math.isfinite(result.objectives[-1])]
-    if not results:
-        raise NumericalError("; ".join(failures) or "the descent ended at NaN or Inf")
-    for failure in failures:
-        record(failure)
-    best = min(results, key=lambda result: result.objectives[-1])
-    # A result above RCPU or the slice, on what was minimised, means that the descent broke down.
-    for name, bound in {"RCPU": best.rcpu, "the slice": best.objectives[0]}.items():
-        if above(best.objectives[-1], bound, W_K.dtype):
-            raise NumericalError(f"the descent ended above {name}")
-    if best.objectives[-1] < -rounding(W_K.dtype):
-        raise NumericalError("the descent ended below 0, where no error lies")
-    return best
-
-
-def _fallback(
-    W_K: Float[Tensor, "m k"], target: RotationTarget, anchor: Anchor | None
-) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
-    """Return RCPU's weight or the slice, whichever is finite and has the lower objective."""
-    W, chosen = W_K, "none"
-    try:
-        origin = Origin.of(W_K, target, anchor)
-        frame, objective = origin.rcpu(target)
-        rotated = frame.weight(target)
-        if torch.isfinite(rotated).all() and objective <= origin.objective(target):
-            W, chosen = rotated, "rcpu"
-    except NumericalError as error:
-        record(f"rcpu abandoned: {error}")
-    record(f"fell back to {chosen}")
-    return W, {"reason": f"fell back to {chosen}"}
+            record(f"rcpu abandoned: {error}")
+        record(f"fell back to {chosen}")
+        return W, {"reason": f"fell back to {chosen}"}
 
 
 def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m k"]:
@@ -248,21 +223,13 @@ def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m 
     target = OutputProblem.of_site(problem)
     error = target.error(W)
     with recording():
-        other = rcpu(problem).weight
+        rotated = rcpu(problem).weight
     if above(error, target.error(kept_columns(problem.weight, problem.kept)), W.dtype):
         record("the relative error lies above the slice's: fell back to rcpu")
-        return other
-    if above(error, target.error(other), W.dtype):
+        return rotated
+    if above(error, target.error(rotated), W.dtype):
         record("the relative error lies above RCPU's")
     return W
-
-
-def _summary(result: Descended, *, anchored: bool) -> dict[str, Any]:
-    summary = result.summary()
-    if not anchored:
-        for name in ALIGNED:
-            del summary[name]
-    return summary
 
 
 def _chunks(rows: int, count: int) -> list[slice]:

@@ -1,6 +1,6 @@
 """The alternation of COEC: left rotation, rescale, right rotation, rescale (METHODS §5.5)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -8,74 +8,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.anchor import Anchor
-from coec.compensation.frame import Frame, RotationTarget, Shrinkage
+from coec.compensation.frame import Frame, RotationTarget
 from coec.compensation.objective import rounding
 from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.alignment import Alignment
 from coec.linalg.conjugate import conjugate
-from coec.linalg.gcv import Rescaled
+from coec.linalg.gcv import Rescaled, Shrinkage
 from coec.linalg.gradient import gradient
 from coec.linalg.polar import polar
-from coec.settings.options import Parameterization, Retraction, Solver, Start
+from coec.settings import CoecOptions
 from coec.types import Convergence
 
 Side = Literal["two-sided", "left", "right"]
 
-RCPU = Shrinkage("uniform", 0.0, 1.0)
+RCPU = Shrinkage("uniform")
 """One scale for all modes, which with the left rotation alone is RCPU."""
 
 _RISE = 1e-9
 """A relative rise of the error above this is not rounding and is reported."""
-
-
-@dataclass(frozen=True)
-class RightSolver:
-    """Solver of one right rotation, with its settings."""
-
-    solver: Solver
-    parameterization: Parameterization
-    start: Start
-    retraction: Retraction
-    delta: float
-    precision: float
-    iterations: int
-
-    def __call__(
-        self, frame: Frame, target: RotationTarget, alignment: Alignment | None, *, left: bool
-    ) -> tuple[Frame, Convergence]:
-        """Return the frame with R turned, and how the solve ended.
-
-        Args:
-            left: whether the left factor turns too, which `joint` takes into account.
-        """
-        # R, b×k → a square frame for O(k) → the start → the solve → b modes again
-        b = len(frame.s)
-        if self.parameterization == "full":
-            frame = frame.completed()
-        R = frame.R
-        if self.start == "procrustes":
-            R = polar(frame.right_problem(target, None).cross.T).T
-        if self.solver == "gradient":
-            problem = frame.right_problem(target, alignment)
-            R, ended = gradient(
-                problem,
-                R,
-                delta=self.delta,
-                iterations=self.iterations,
-                retraction=self.retraction,
-            )
-        else:
-            joint = self.solver == "joint" and left
-            R, ended = conjugate(
-                frame.joint_problem(target, alignment, b)
-                if joint
-                else frame.right_problem(target, alignment),
-                R,
-                tolerance=self.precision,
-                iterations=self.iterations,
-            )
-        return replace(frame, R=R).cut(b), ended
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,63 +72,7 @@ class Origin:
 
 
 @dataclass(frozen=True, eq=False)
-class Descended:
-    """Result of a descent: the frame, and its errors round by round.
-
-    Attributes:
-        errors: the relative error (tempered) of the slice, after the first left step and rescale,
-            and after every round.
-        penalties: `𝒜` at the same moments, on the rows that are aligned then; 0 without an anchor.
-        objectives: `𝓛 + λ_a 𝒜` likewise, what the rounds minimise.
-        right: how every right solve ended.
-        ridge: the last λ of the rescale, relative to the median mode energy.
-        clamped: modes stopped by the band in the last rescale.
-        reason: why it stopped.
-        rcpu: the objective of RCPU.
-    """
-
-    frame: Frame
-    errors: tuple[float, ...]
-    penalties: tuple[float, ...]
-    objectives: tuple[float, ...]
-    right: tuple[Convergence, ...]
-    ridge: float | None
-    clamped: int
-    reason: str
-    rcpu: float
-
-    def summary(self) -> dict[str, Any]:
-        """JSON-ready numbers for the report."""
-        return {
-            "rounds": len(self.errors) - 2,
-            "errors_per_round": list(self.errors),
-            "penalties_per_round": list(self.penalties),
-            "objectives_per_round": list(self.objectives),
-            "alignment_before": self.penalties[0],
-            "alignment_after": self.penalties[-1],
-            "right_iterations": [c.iterations for c in self.right],
-            "right_reason": self.right[-1].reason if self.right else None,
-            "gcv_lambda": self.ridge,
-            "modes_clamped": self.clamped,
-            "reason": self.reason,
-        }
-
-    def then(self, now: "_State", solves: list[Convergence]) -> "Descended":
-        """Return the state one round later."""
-        return replace(
-            self,
-            frame=now.frame,
-            errors=(*self.errors, now.error),
-            penalties=(*self.penalties, now.penalty),
-            objectives=(*self.objectives, now.objective),
-            right=self.right + tuple(solves),
-            ridge=now.out.ridge,
-            clamped=now.out.clamped,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _State:
+class State:
     """A frame just rescaled, and the alignment that its next right solve is under."""
 
     frame: Frame
@@ -187,12 +82,64 @@ class _State:
 
     @property
     def penalty(self) -> float:
+        """`𝒜` on the rows that are aligned now; 0 without an anchor."""
         return 0.0 if self.alignment is None else self.alignment.penalty(self.frame.R)
 
     @property
     def objective(self) -> float:
+        """`𝓛 + λ_a 𝒜`."""
         weight = 0.0 if self.alignment is None else self.alignment.weight
         return self.error + weight * self.penalty
+
+
+@dataclass(eq=False)
+class Descended:
+    """A descent as far as it has come, and its errors round by round.
+
+    Attributes:
+        state: after the last round.
+        errors: the relative error (tempered) of the slice, after the first left step and rescale,
+            and after every round.
+        penalties: `𝒜` at the same moments, on the rows that are aligned then; 0 without an anchor.
+        objectives: `𝓛 + λ_a 𝒜` likewise, what the rounds minimise.
+        rcpu: the objective of RCPU.
+        reason: why it stopped.
+        right: how every right solve ended.
+    """
+
+    state: State
+    errors: list[float]
+    penalties: list[float]
+    objectives: list[float]
+    rcpu: float
+    reason: str
+    right: list[Convergence] = field(default_factory=list)
+
+    def advance(self, state: State) -> None:
+        """Note the state after one more rescale that ends a round."""
+        self.state = state
+        self.errors.append(state.error)
+        self.penalties.append(state.penalty)
+        self.objectives.append(state.objective)
+
+    def summary(self, *, aligned: bool) -> dict[str, Any]:
+        """JSON-ready numbers for the report; those of alignment only where there is one."""
+        alignment = {
+            "penalties_per_round": self.penalties,
+            "objectives_per_round": self.objectives,
+            "alignment_before": self.penalties[0],
+            "alignment_after": self.penalties[-1],
+        }
+        return {
+            "rounds": len(self.errors) - 2,
+            "errors_per_round": self.errors,
+            **(alignment if aligned else {}),
+            "right_iterations": [solve.iterations for solve in self.right],
+            "right_reason": self.right[-1].reason if self.right else None,
+            "gcv_lambda": self.state.out.ridge,
+            "modes_clamped": self.state.out.clamped,
+            "reason": self.reason,
+        }
 
 
 @dataclass(frozen=True)
@@ -207,90 +154,121 @@ class Descent:
     """
 
     side: Side
-    shrinkage: Shrinkage
-    right: RightSolver
-    rounds: int
-    tol: float
+    options: CoecOptions
 
     def __call__(
         self, W_K: Float[Tensor, "m k"], target: RotationTarget, anchor: Anchor | None
     ) -> Descended:
         """Alternate from the slice until a round gains less than `tol`."""
+        options, faithful = self.options, self._faithful
         origin = Origin.of(W_K, target, anchor)
-        state = self._start(origin, target, anchor)
-        done = Descended(
-            frame=state.frame,
-            errors=(origin.slice.error(target), state.error),
-            penalties=(origin.penalty, state.penalty),
-            objectives=(origin.objective(target), state.objective),
-            right=(),
-            ridge=state.out.ridge,
-            clamped=state.out.clamped,
-            reason=f"round limit {self.rounds}",
-            rcpu=origin.rcpu(target)[1],
+        first = self._start(origin, target, anchor)
+        descended = Descended(
+            first,
+            [origin.slice.error(target)],
+            [origin.penalty],
+            [origin.objective(target)],
+            origin.rcpu(target)[1],
+            f"round limit {options.rounds}",
         )
-        del origin  # as large as a frame, and not needed while the rounds go on
+        descended.advance(first)
+        del origin, first  # as large as frames, and not needed while the rounds go on
         # A round that breaks down or raises the objective is undone, and ends the descent.
-        for _ in range(self.rounds):
+        for _ in range(options.rounds):
+            before = descended.state
             try:
-                new, solves = self._round(state, target, anchor)
+                after, solves = self._round(before, target, anchor)
             except NumericalError as failure:
                 record(f"a round was abandoned: {failure}")
-                return replace(done, reason="round abandoned")
-            rose = _rose(state.objective, new.objective, new.frame.s.dtype)
+                descended.reason = "round abandoned"
+                break
+            descended.right += solves
+            rose = _rose(before.objective, after.objective, after.frame.s.dtype)
             # The source aligns other rows in every round, so that no single objective has to fall.
-            if rose and anchor and self._faithful:
+            if rose and anchor and faithful:
                 record("a round raised the objective: other rows lead, and are aligned")
             elif rose:
                 record("a round raised the objective and was taken back")
-                return replace(done, right=done.right + tuple(solves), reason="objective rose")
-            done = done.then(new, solves)
-            faithful = self._faithful
-            gain = abs(state.error - new.error) if faithful else state.objective - new.objective
-            if gain < self.tol:
-                what = "relative error changed" if faithful else "objective fell"
-                return replace(done, reason=f"{what} by less than tol = {self.tol:g}")
-            state = new
-        return done
+                descended.reason = "objective rose"
+                break
+            descended.advance(after)
+            fall = before.objective - after.objective
+            gain = abs(before.error - after.error) if faithful else fall
+            if gain < options.tol:
+                change = "relative error changed" if faithful else "objective fell"
+                descended.reason = f"{change} by less than tol = {options.tol:g}"
+                break
+        return descended
 
     @property
     def _faithful(self) -> bool:
-        return self.right.solver == "gradient"
+        return self.options.solver == "gradient"
 
-    def _start(self, origin: Origin, target: RotationTarget, anchor: Anchor | None) -> _State:
+    @property
+    def _shrinkage(self) -> Shrinkage:
+        options = self.options
+        return Shrinkage(options.rescale, options.rescale_ridge, options.kappa)
+
+    def _start(self, origin: Origin, target: RotationTarget, anchor: Anchor | None) -> State:
         """Return the state after the first left rotation and rescale; choose the rows to align."""
         frame = origin.slice if self.side == "right" else origin.turned
         # Frame → s(λ) → the rows that lead → s that keeps them ahead by a margin
-        frame, out, error = frame.rescaled(target, self.shrinkage)
+        frame, out, error = frame.rescaled(target, self._shrinkage)
         if anchor is None:
-            return _State(frame, out, error, None)
+            return State(frame, out, error, None)
         alignment = anchor.alignment(frame, target)
         if not self._faithful:
             frame = frame.led_by(alignment.rows, target)
             error = frame.error(target)
-        return _State(frame, out, error, alignment)
+        return State(frame, out, error, alignment)
 
     def _round(
-        self, state: _State, target: RotationTarget, anchor: Anchor | None
-    ) -> tuple[_State, list[Convergence]]:
+        self, state: State, target: RotationTarget, anchor: Anchor | None
+    ) -> tuple[State, list[Convergence]]:
         """Right rotation, rescale, left rotation, rescale, as far as the sides allow."""
         frame, alignment, solves = state.frame, state.alignment, []
         leading = None if alignment is None or self._faithful else alignment.rows
         # R-step
         if self.side != "left":
-            left = self.side == "two-sided"
-            frame, ended = self.right(frame, target, alignment, left=left)
+            frame, ended = self.turned_right(frame, target, alignment)
             solves.append(ended)
             # Where U follows R, singular values for the U of before would be out of step.
-            if left and self.right.solver != "joint":
-                frame, _, _ = frame.rescaled(target, self.shrinkage, leading)
+            if self.side == "two-sided" and self.options.solver != "joint":
+                frame, _, _ = frame.rescaled(target, self._shrinkage, leading)
         # U-step, then the rescale that ends a round
         if self.side != "right":
             frame = frame.rotated_left(target)
-        frame, out, error = frame.rescaled(target, self.shrinkage, leading)
+        frame, out, error = frame.rescaled(target, self._shrinkage, leading)
         if anchor is not None and self._faithful:
             alignment = anchor.alignment(frame, target)
-        return _State(frame, out, error, alignment), solves
+        return State(frame, out, error, alignment), solves
+
+    def turned_right(
+        self, frame: Frame, target: RotationTarget, alignment: Alignment | None
+    ) -> tuple[Frame, Convergence]:
+        """Return the frame with R turned, and how the solve ended."""
+        # R, b×k → a square frame for O(k) → the start → the solve → b modes again
+        options, b = self.options, len(frame.s)
+        if options.parameterization == "full":
+            frame = frame.completed()
+        R = frame.R
+        if options.start == "procrustes":
+            R = polar(frame.right_problem(target, None).cross.T).T
+        if self._faithful:
+            held = frame.right_problem(target, alignment)
+            R, ended = gradient(held, R, options.delta, options.iterations, options.retraction)
+        else:
+            # `joint` takes into account that the left factor turns too, where it does.
+            joint = options.solver == "joint" and self.side == "two-sided"
+            problem = (
+                frame.joint_problem(target, alignment, b)
+                if joint
+                else frame.right_problem(target, alignment)
+            )
+            R, ended = conjugate(
+                problem, R, tolerance=options.precision, iterations=options.iterations
+            )
+        return replace(frame, R=R).cut(b), ended
 
 
 def _rose(before: float, after: float, dtype: torch.dtype) -> bool:

@@ -9,20 +9,10 @@ from torch import Tensor
 from coec.compensation.objective import OutputProblem
 from coec.linalg.alignment import Alignment
 from coec.linalg.decompose import eigh, svd
-from coec.linalg.gcv import Rescaled, led, rescale
+from coec.linalg.gcv import Rescaled, Shrinkage, led, rescale
 from coec.linalg.polar import polar
 from coec.linalg.right import JointProblem, RightProblem, energies
 from coec.linalg.spd import noise
-from coec.settings.options import Rescale
-
-
-@dataclass(frozen=True)
-class Shrinkage:
-    """Rescaling of singular values; see `coec.linalg.gcv.rescale`."""
-
-    rule: Rescale
-    ridge: float
-    kappa: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +89,7 @@ class Frame:
 
     def weight(self, target: RotationTarget) -> Float[Tensor, "m k"]:
         """`Ŵ`, back in the channels' own basis, in the dtype of the target."""
-        U, s, R = (part.to(target.mu) for part in (self.U, self.s, self.R))
+        U, s, R = (factor.to(target.mu) for factor in (self.U, self.s, self.R))
         return (U * s) @ (R @ target.basis.T)
 
     def completed(self) -> "Frame":
@@ -154,15 +144,7 @@ class Frame:
         """
         # (U, R) → ρ, e → s(λ); 𝓛 needs no more than these three
         response, energy = self.response(target), self.energy(target)
-        out = rescale(
-            self.s,
-            response,
-            energy,
-            rule=shrinkage.rule,
-            ridge=shrinkage.ridge,
-            kappa=shrinkage.kappa,
-            leading=leading,
-        )
+        out = rescale(self.s, response, energy, shrinkage, leading)
         return replace(self, s=out.s), out, _error(out.s, response, energy, target.yy)
 
     def right_problem(self, target: RotationTarget, alignment: Alignment | None) -> RightProblem:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from coec.compensation.closed_form import bias, least_squares, none, rcpu, ridge_to_slice
 from coec.compensation.coec import coec
 from coec.errors import OptionError
@@ -92,12 +90,13 @@ class Method:
             OptionError: one is unknown, missing, not allowed, or without effect beside the others.
         """
         # Unknown or bad options first, then missing ones, then those without effect.
-        own = self._checked(given)
-        if missing := [item.name for item in self.settings if item.name not in self.defaults | own]:
-            raise OptionError(f"compensation '{self.name}' needs the option '{missing[0]}'")
-        for option, why in self.idle(own).items():
+        options = self._checked(given)
+        for item in self.settings:
+            if item.default is REQUIRED and item.name not in options:
+                raise OptionError(f"compensation '{self.name}' needs the option '{item.name}'")
+        for option, why in self.idle(options).items():
             raise without_effect(option, why)
-        return self.options(**own) if self.options else own
+        return self.options(**options) if self.options else options
 
     def idle(self, given: Mapping[str, Any]) -> dict[str, str]:
         """Return the options that differ from their default to no effect, each with the reason.
@@ -105,11 +104,11 @@ class Method:
         Raises:
             OptionError: an option is unknown or not allowed.
         """
-        own = self._checked(given)
+        options, defaults = self._checked(given), self.defaults
         if self.options is None:
             return {}
-        found, defaults = self.options(**own).idle(), self.defaults
-        return {o: why for o, why in found.items() if o in own and own[o] != defaults[o]}
+        idle = self.options(**options).idle()
+        return {o: idle[o] for o in idle if o in options and options[o] != defaults[o]}
 
     def __call__(self, problem: SiteProblem, options: "Options | dict[str, Any]") -> SiteResult:
         """Run it, and hold it to what it declares.
@@ -137,20 +136,15 @@ class Method:
                 f"compensation '{self.name}' returns a bias without having declared it: pass "
                 f"coec.Method({self.name}, adds_bias=True)"
             )
-        rows = len(problem.weight)
-        self._check_tensor("weight", result.weight, (rows, len(problem.kept.indices)), problem)
-        if result.bias is not None:
-            self._check_tensor("bias", result.bias, (rows,), problem)
-
-    def _check_tensor(
-        self, what: str, tensor: Tensor, shape: tuple[int, ...], problem: SiteProblem
-    ) -> None:
-        dtype = problem.weight.dtype
-        if tensor.shape != shape or tensor.dtype != dtype:
-            raise OptionError(
-                f"compensation '{self.name}' must return a {what} of shape {shape} in {dtype}, "
-                f"got {tuple(tensor.shape)} in {tensor.dtype}"
-            )
+        rows, dtype = len(problem.weight), problem.weight.dtype
+        shapes = {"weight": (rows, len(problem.kept.indices)), "bias": (rows,)}
+        for name, shape in shapes.items():
+            tensor = getattr(result, name)
+            if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+                raise OptionError(
+                    f"compensation '{self.name}' must return a {name} of shape {shape} in {dtype}, "
+                    f"got {tuple(tensor.shape)} in {tensor.dtype}"
+                )
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         known = {item.name: item for item in self.settings}

@@ -92,28 +92,6 @@ class OutputProblem:
         return (quadratic - 2 * float((W * self.Gyx).sum()) + yy) / yy
 
 
-def relative_error(
-    aim: Float[Tensor, "m d"],
-    G: Float[Tensor, "d d"],
-    kept: KeptSet,
-    W: Float[Tensor, "m k"],
-    yy: float,
-) -> float:
-    """`𝓛(W) = tr(Δ G Δᵀ) / yy`, `Δ = T − W̃`, W̃ holding W at the kept columns and 0 elsewhere.
-
-    One quadratic form of what is lost: unlike `OutputProblem.error` no difference of numbers of
-    the size of yy, so small errors keep their digits. Nothing of the size of G is formed. Below 0
-    by rounding alone, which is returned as 0.
-
-    Args:
-        aim: T, what the outputs should be products of.
-        yy: `tr(T G Tᵀ)`, its `output_energy`.
-    """
-    # Δ = T − W̃, its columns outside K those of T → tr(Δ G Δᵀ)
-    lost = aim.index_add(1, kept.indices, W, alpha=-1)
-    return max(output_energy(lost, G), 0.0) / yy if yy > 0 else 0.0
-
-
 def relative_errors(
     weight: Float[Tensor, "m d"],
     gram: Gram,
@@ -127,6 +105,10 @@ def relative_errors(
     On the statistics that the compensation was made from this is the fit; on others, such as
     held-out ones, it says how well the fit carries over.
 
+    `𝓛(W) = tr(Δ G Δᵀ) / yy`, `Δ = T − W̃`, W̃ holding W at the kept columns and 0 elsewhere: one
+    quadratic form of what is lost. Unlike `OutputProblem.error` it is no difference of numbers of
+    the size of yy, so small errors keep their digits. Nothing of the size of G is formed.
+
     Args:
         target: what the errors are relative to, where that is not the weight (`SiteProblem.aim`).
     """
@@ -134,8 +116,13 @@ def relative_errors(
     yy = output_energy(aim, gram.xx)
     if not math.isfinite(yy):
         raise NumericalError("the energy of the dense output overflows: solve in float64")
-    before = relative_error(aim, gram.xx, kept, kept_columns(weight, kept), yy)
-    after = relative_error(aim, gram.xx, kept, result.weight, yy)
+
+    def error(W: Float[Tensor, "m k"]) -> float:
+        # Δ = T − W̃, its columns outside K those of T → tr(Δ G Δᵀ), below 0 by rounding alone
+        lost = aim.index_add(1, kept.indices, W, alpha=-1)
+        return max(output_energy(lost, gram.xx), 0.0) / yy if yy > 0 else 0.0
+
+    before, after = error(kept_columns(weight, kept)), error(result.weight)
     if result.bias is not None and yy > 0:
         # ‖Y − W̃X − b 1ᵀ‖² = ‖Y − W̃X‖² − 2 bᵀ Σ (T x − W̃ x_K) + N ‖b‖²
         residual = aim @ gram.x - result.weight @ gram.x[kept.indices]

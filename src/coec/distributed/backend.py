@@ -1,12 +1,12 @@
 """Where a run is computed: in this process, or on a Ray cluster."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from coec.devices import choose_solve_dtype
-from coec.distributed.cluster import Cluster, joined
+from coec.distributed.cluster import HALF, Cluster, joined
 from coec.distributed.dense_pass import DistributedPass
 from coec.events import Progress
 from coec.models.dense import Dense
@@ -15,11 +15,10 @@ from coec.streaming.passes import Backend
 
 
 class RayBackend(Backend):
-    """A cluster that this process has joined."""
+    """A cluster that this process has joined; at the end of its stack the workers end."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._passes: list[DistributedPass] = []
+    def __init__(self, cluster: Cluster, ending: ExitStack) -> None:
+        self._cluster, self._ending = cluster, ending
 
     def device(self, name: str) -> torch.device:
         return self._cluster.device(name)
@@ -29,8 +28,9 @@ class RayBackend(Backend):
         if name != "auto" or device.type == "cpu":
             return choose_solve_dtype(name, device)
         # Measured where blocks are solved, on half a device as they are.
-        choose = self._cluster.ray.remote(**self._cluster.half(device))(choose_solve_dtype)
-        dtype: torch.dtype = self._cluster.result(choose.remote(name, device))
+        cluster = self._cluster
+        dtype: torch.dtype
+        dtype, _ = cluster.result(cluster.submit(device, HALF, choose_solve_dtype, name, device))
         return dtype
 
     def dense_pass(
@@ -41,13 +41,8 @@ class RayBackend(Backend):
         progress: Progress | None = None,
     ) -> DistributedPass:
         distributed = DistributedPass(dense, calibration, runtime, self._cluster, progress)
-        self._passes.append(distributed)
+        self._ending.callback(distributed.end)
         return distributed
-
-    def end(self) -> None:
-        """End the workers of all passes."""
-        for distributed in self._passes:
-            distributed.end()
 
 
 @contextmanager
@@ -60,9 +55,5 @@ def open_backend(runtime: Runtime) -> Iterator[Backend]:
     if runtime.executor != "ray":
         yield Backend()
         return
-    with joined(runtime.address) as cluster:
-        backend = RayBackend(cluster)
-        try:
-            yield backend
-        finally:
-            backend.end()
+    with joined(runtime.address) as cluster, ExitStack() as ending:
+        yield RayBackend(cluster, ending)

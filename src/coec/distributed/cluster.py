@@ -5,6 +5,7 @@ and uses as many threads as this process.
 """
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -24,6 +25,7 @@ import torch
 from coec.errors import CoecError, OptionError, first_line
 from coec.events import record
 from coec.execution.output import nearest
+from coec.execution.workers import begin_process
 from coec.version import __version__
 
 ANSWER_S = 5
@@ -37,6 +39,10 @@ LOOPBACK, ENABLED = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER"
 """The variable by which Ray listens to other machines, and the constant that holds it."""
 RETRIES = 3
 """Number of times that work lost with a process or a node is done again."""
+AGAIN = {"max_retries": RETRIES, "scheduling_strategy": "SPREAD"}
+"""Options of tasks that Ray itself does again where they were lost."""
+HALF = 0.5
+"""Share of a device that a worker takes, and that a block takes which is solved meanwhile."""
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
@@ -79,8 +85,8 @@ class Cluster:
         ]
 
     def slots(self, nodes: Sequence[Node], device: torch.device) -> int:
-        """Return how many workers and solved blocks, of `half` each, there is room for."""
-        return sum(int(2 * share) for share in self._shares(nodes, device))
+        """Return how many workers and solved blocks, of `HALF` each, there is room for."""
+        return sum(int(share / HALF) for share in self._shares(nodes, device))
 
     def _shares(self, nodes: Sequence[Node], device: torch.device) -> list[float]:
         """Return the devices of every node, or its processes of as many threads as this one has."""
@@ -143,17 +149,29 @@ class Cluster:
                 "threads: set OMP_NUM_THREADS to fewer"
             )
 
-    def half(self, device: torch.device) -> dict[str, float]:
-        """Return the resources of a worker, or of a block that is solved."""
-        if device.type == "cuda":
-            return {"num_gpus": 0.5, "num_cpus": 0}
-        return {"num_cpus": self.threads / 2}
+    def submit(
+        self,
+        device: torch.device,
+        share: float,
+        function: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        """Return a reference to what a function returns as a task, and to the task's host.
 
-    def whole(self, device: torch.device) -> dict[str, float]:
-        """Return the resources of a job that does all by itself."""
+        Args:
+            device: where it computes.
+            share: of a device, or of the cores that this process has threads for.
+            options: of Ray's tasks, such as how often a lost one is done again.
+        """
+        task = self.ray.remote(**options, **self.resources(device, share))(_carry_out)
+        return task.remote(self.threads, function, *arguments)
+
+    def resources(self, device: torch.device, share: float) -> dict[str, float]:
+        """Return what Ray reserves for a share of a device, or of as many cores as threads."""
         if device.type == "cuda":
-            return {"num_gpus": 1, "num_cpus": 0}
-        return {"num_cpus": self.threads}
+            return {"num_gpus": share, "num_cpus": 0}
+        return {"num_cpus": share * self.threads}
 
     def check_store(self, needed: int) -> None:
         """Raise OptionError where a node cannot hold an object of so many bytes twice over."""
@@ -248,16 +266,6 @@ class Cluster:
         except LostError as error:
             raise lost(error) from error
 
-    def hosts(self, actors: Sequence[Any]) -> list[str]:
-        """Return the machine of every actor; "lost" where one is being begun anew."""
-        hosts = []
-        for answer in [actor.host.remote() for actor in actors]:
-            try:
-                hosts.append(self.get(answer))
-            except LostError:
-                hosts.append("lost")
-        return hosts
-
 
 class ClusterJobs:
     """Run jobs on a cluster, each a task that is done again where it was lost.
@@ -272,36 +280,30 @@ class ClusterJobs:
 
     def map(self, function: Callable[[_Job], _Result], jobs: Iterable[_Job]) -> Iterator[_Result]:
         """Yield the results in the order of the jobs; raises CoecError if one is lost too often."""
-        cluster = self._cluster
-        task = cluster.ray.remote(
-            max_retries=RETRIES, scheduling_strategy="SPREAD", **cluster.whole(self._device)
-        )(_carry_out)
+        cluster, device = self._cluster, self._device
         # All jobs are handed out at once, and Ray holds back those for which there is no room.
-        references = [task.remote(function, job, cluster.threads) for job in jobs]
+        references = [cluster.submit(device, 1, function, job, **AGAIN) for job in jobs]
         try:
             for reference in references:
                 while not cluster.ray.wait([reference], timeout=LOOK_S)[0]:
                     try:
-                        cluster.check_room(self._device)
+                        cluster.check_room(device)
                     except OptionError as error:
                         record(f"waiting for a node, since one was lost: {error}")
-                yield cluster.result(reference)
+                result: _Result
+                result, _ = cluster.result(reference)
+                yield result
         finally:  # an error or a signal: nobody waits for the rest
             for reference in references:
                 cluster.ray.cancel(reference)
 
 
-@dataclass(frozen=True)
-class _Look:
-    """Content of a file as a node sees it."""
-
-    path: Path
-
-    def __call__(self) -> str:
-        try:
-            return self.path.read_text()
-        except OSError as error:
-            raise CoecError(str(error)) from error
+def _content(path: Path) -> str:
+    """Return the content of a file as a node sees it."""
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise CoecError(str(error)) from error
 
 
 @contextmanager
@@ -314,31 +316,23 @@ def shared_folder(folder: Path) -> Iterator[Callable[[], str]]:
     path = nearest(folder.absolute()) / f".seen-{uuid.uuid4().hex}"
     path.write_text(path.name)
     try:
-        yield _Look(path)
+        yield functools.partial(_content, path)
     finally:
         path.unlink(missing_ok=True)
 
 
-def lost(error: LostError) -> CoecError:
+def lost(error: LostError, times: int = RETRIES + 1) -> CoecError:
     """Return the error for work that was lost too often."""
     return CoecError(
-        f"work was lost {RETRIES + 1} times with a process or a node of the cluster ({error}): "
+        f"work was lost {times} times with a process or a node of the cluster ({error}): "
         "what is finished is kept, and the same command goes on with the rest"
     )
 
 
-def _carry_out(function: Callable[[Any], Any], job: Any, threads: int) -> Any:
+def _carry_out(threads: int, function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
+    """Return what a function returns in a process of the cluster, and the name of its machine."""
     begin_process(threads)
-    return function(job)
-
-
-def begin_process(threads: int) -> None:
-    """Set a process of the cluster up: as many threads as the driver has, and no chatter."""
-    from transformers.utils import logging as transformers_logging
-
-    torch.set_num_threads(threads)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    return function(*arguments), socket.gethostname()
 
 
 @contextmanager

@@ -6,22 +6,21 @@ bit for any number of workers. While the second worker adds to the sums of a blo
 the next block. Blocks whose sums are complete are solved as tasks meanwhile.
 """
 
-import socket
+import functools
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from coec.devices import at_hand
-from coec.distributed.cluster import LOOK_S, RETRIES, Cluster, LostError, begin_process, lost
+from coec.distributed.cluster import AGAIN, HALF, LOOK_S, RETRIES, Cluster, LostError, lost
 from coec.distributed.ray_group import RayGroup
-from coec.distributed.workers import WorkerPool, WorkerWindows
+from coec.distributed.workers import SummingStream, WorkerPool, WorkerWindows
 from coec.events import Progress
 from coec.models.dense import Dense
-from coec.models.layout import BlockLayout
 from coec.planning.run import Run
 from coec.settings import Calibration, Runtime
 from coec.streaming.dense_stream import Measured, Sums, batch_size, in_parts
@@ -29,21 +28,6 @@ from coec.streaming.passes import DensePass
 from coec.streaming.worker_group import WorkerGroup
 
 _Value = TypeVar("_Value")
-
-
-@dataclass(frozen=True, eq=False)
-class PendingBlock:
-    """A block whose statistics are on their way through the workers.
-
-    Attributes:
-        block: its layout.
-        sums: a reference to its complete `Sums`.
-        stages: a reference to the sums behind every worker; the last is `sums`.
-    """
-
-    block: BlockLayout
-    sums: Any
-    stages: Sequence[Any]
 
 
 class DistributedPass(DensePass):
@@ -66,10 +50,11 @@ class DistributedPass(DensePass):
         self._count = cluster.workers(runtime.workers, self.device)
         cluster.check_store(statistics_bytes(dense, calibration))
         cluster.check_nodes(
-            _Look(dense), dense.fingerprint, f"the model that is in '{dense.folder}' here"
+            functools.partial(_fingerprint, dense.folder),
+            dense.fingerprint,
+            f"the model that is in '{dense.folder}' here",
         )
         self._pool = WorkerPool(cluster, self.device, RETRIES)
-        self._arguments: list[tuple[Any, ...]] = []
         self._account: list[dict[str, Any]] = []
 
     @property
@@ -81,25 +66,30 @@ class DistributedPass(DensePass):
         return max(1, min(self._count + 2, room))
 
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
-        indices = [b.index for b in self._dense.layout.blocks if b.index not in skip]
-        for number, index in enumerate(indices):
-            for attempt in range(RETRIES + 1):
-                pending = self.pending(index, oldest=index)
-                try:
-                    # Waiting in short turns, between which the nodes are looked at.
-                    while not self.cluster.ray.wait([pending.sums], timeout=LOOK_S)[0]:
-                        if self.shrunk():
-                            raise LostError("workers were begun anew")
-                    sums = self.cluster.get(pending.sums)
-                    break
-                except LostError as error:
-                    if attempt == RETRIES:
-                        raise lost(error) from error
-            block = pending.block
+        blocks = [b for b in self._dense.layout.blocks if b.index not in skip]
+        for number, block in enumerate(blocks):
+            sums: Sums = self._sums(block.index)
             fit, held_out = sums.to(at_hand(self.device)).grams()
             yield Measured(block, self._dense.tensors(block), fit, held_out)
             if progress:
-                progress("calibrating", number + 1, len(indices))
+                progress("calibrating", number + 1, len(blocks))
+
+    def _sums(self, index: int) -> Sums:
+        """Return the complete sums of a block, whose workers are asked again where some is lost."""
+        losses = 0
+        while True:
+            complete = self.stages(index, oldest=index)[-1]
+            try:
+                # Waiting in short turns, between which the nodes are looked at.
+                while not self.cluster.ray.wait([complete], timeout=LOOK_S)[0]:
+                    if self.end_if_crowded():
+                        raise LostError("workers were begun anew")
+                sums: Sums = self.cluster.get(complete)
+                return sums
+            except LostError as error:
+                losses += 1
+                if losses > RETRIES:
+                    raise lost(error) from error
 
     def map(
         self,
@@ -129,28 +119,28 @@ class DistributedPass(DensePass):
             for host, (fit, held_out) in zip(hosts, windows, strict=True)
         ]
 
-    def pending(self, index: int, *, oldest: int) -> PendingBlock:
-        """Send a block's sums on their way; begin the workers where there are none.
+    def stages(self, index: int, *, oldest: int) -> list[Any]:
+        """Send a block's sums on their way; return references to the sums behind every worker.
 
-        `oldest` is the first block that may be asked for later.
+        The last ones are complete. Workers are begun where there are none. `oldest` is the first
+        block that may be asked for later.
         """
         if not self._pool.workers:
             ray = self.cluster.ray
             dense, windows = ray.put(self._dense), shares(*self.windows_of_text(), self._count)
-            constants = (self.dtype, self.device, self.cluster.threads)
-            self._arguments = [(dense, ray.put(share), *constants) for share in windows]
-            self._pool.begin(len(windows))
+            self._pool.begin(
+                SummingStream,
+                [(dense, ray.put(share), self.dtype, self.device) for share in windows],
+            )
         # Empty sums → first worker → … → last worker; what travels between them are references.
-        sums: Any = Sums()
-        stages = []
-        for worker, arguments in zip(self._pool.workers, self._arguments, strict=True):
-            sums = worker.add.remote(*arguments, (index, oldest), sums)
-            stages.append(sums)
-        return PendingBlock(self._dense.layout.blocks[index], sums, stages)
+        stages: list[Any] = [Sums()]
+        for worker in self._pool.workers:
+            stages.append(worker.add.remote(index, oldest, stages[-1]))
+        return stages[1:]
 
-    def shrunk(self) -> bool:
-        """Return whether a lost node left too little room; fewer workers are begun then."""
-        fewer = self._pool.shrunk()
+    def end_if_crowded(self) -> bool:
+        """End the workers where a lost node left too little room; fewer are begun then."""
+        fewer = self._pool.end_if_crowded()
         self._count = fewer or self._count
         return fewer is not None
 
@@ -177,7 +167,8 @@ class BlockScheduler:
     ) -> None:
         self._source, self._function, self._dense, self._limit = source, function, dense, limit
         self._cluster = source.cluster
-        self._pending: dict[Any, PendingBlock] = {}
+        # By the task that solves a block: the block's index, and the sums behind every worker
+        self._pending: dict[Any, tuple[int, list[Any]]] = {}
 
     def results(self, skip: Container[int], progress: Progress | None) -> Iterator[tuple[Any, str]]:
         """Yield result and host of every block that is not in `skip`, as they finish."""
@@ -188,26 +179,25 @@ class BlockScheduler:
             # Hand out blocks up to the limit → wait for any → begin anew after a loss → yield
             while waiting and len(self._pending) < self._limit:
                 oldest = min([*waiting, *self._indices()])
-                pending = self._source.pending(waiting.pop(0), oldest=oldest)
-                self._pending[self._task(pending)] = pending
+                self._hand_out(waiting.pop(0), oldest)
             ready, _ = self._cluster.ray.wait(list(self._pending), timeout=1)
             self._show(progress, finished, total)
-            if not ready and self._source.shrunk():
+            if not ready and self._source.end_if_crowded():
                 # The workers are new: all sums on their way are lost, and begin again.
-                for reference in self._pending:
-                    self._cluster.ray.cancel(reference)
+                for task in self._pending:
+                    self._cluster.ray.cancel(task)
                 waiting = sorted([*waiting, *self._indices()])
                 self._pending.clear()
-            for reference in ready:
-                pending = self._pending.pop(reference)
+            for task in ready:
+                index, _ = self._pending.pop(task)
                 try:
-                    result, hashes, host = self._cluster.get(reference)
+                    (result, hashes), host = self._cluster.get(task)
                 except LostError as error:
                     losses += 1
                     if losses > RETRIES * len(self._dense.layout.blocks):
-                        raise lost(error) from error
+                        raise lost(error, losses) from error
                     # First again: workers keep states from the oldest block to come.
-                    waiting.insert(0, pending.block.index)
+                    waiting.insert(0, index)
                     continue
                 finished += 1
                 # The task read the weights: note their digests, as if read here.
@@ -216,21 +206,19 @@ class BlockScheduler:
                 progress("solving", finished, total)
 
     def _indices(self) -> list[int]:
-        return [pending.block.index for pending in self._pending.values()]
+        return [index for index, _ in self._pending.values()]
 
-    def _task(self, pending: PendingBlock) -> Any:
-        """Return a reference to what the function makes of a block."""
-        cluster, device = self._cluster, self._source.device
-        task = cluster.ray.remote(
-            max_retries=RETRIES, scheduling_strategy="SPREAD", **cluster.half(device)
-        )(_compute)
-        return task.remote(
-            self._function, pending.sums, self._dense, pending.block.index, device, cluster.threads
+    def _hand_out(self, index: int, oldest: int) -> None:
+        """Send a block through the workers, and then to a task that solves it."""
+        stages, device = self._source.stages(index, oldest=oldest), self._source.device
+        task = self._cluster.submit(
+            device, HALF, _compute, self._function, stages[-1], self._dense, index, device, **AGAIN
         )
+        self._pending[task] = index, stages
 
     def _show(self, progress: Progress, finished: int, total: int) -> None:
         """Report how many times a worker has passed a block: one bar for all workers."""
-        stages = [stage for pending in self._pending.values() for stage in pending.stages]
+        stages = [stage for _, of_block in self._pending.values() for stage in of_block]
         if stages:
             passed, _ = self._cluster.ray.wait(
                 stages, num_returns=len(stages), timeout=0, fetch_local=False
@@ -240,48 +228,41 @@ class BlockScheduler:
 
 
 def _compute(
-    function: Callable[[Measured], Any],
-    sums: Sums,
-    dense: Dense,
-    index: int,
-    device: torch.device,
-    threads: int,
-) -> tuple[Any, dict[str, str], str]:
-    """Return what a function makes of a block, the hashes of its weights, and this host."""
-    begin_process(threads)
+    function: Callable[[Measured], Any], sums: Sums, dense: Dense, index: int, device: torch.device
+) -> tuple[Any, dict[str, str]]:
+    """Return what a function makes of a block, and the hashes of its weights."""
     block = dense.layout.blocks[index]
     tensors = dense.tensors(block)
     fit, held_out = sums.to(device).grams()
     result = function(Measured(block, tensors, fit, held_out))
-    return result, {name: dense.hashes[name] for name in tensors}, socket.gethostname()
+    return result, {name: dense.hashes[name] for name in tensors}
 
 
-@dataclass(frozen=True)
-class _Look:
-    """Fingerprint of the model's folder as a node sees it."""
-
-    dense: Dense
-
-    def __call__(self) -> str:
-        return Dense.open(self.dense.folder).fingerprint
+def _fingerprint(folder: Path) -> str:
+    """Return the fingerprint of the model in a folder as a node sees it."""
+    return Dense.open(folder).fingerprint
 
 
 def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[WorkerWindows]:
     """Return the windows of every worker: whole batches in a row, at most as many as batches."""
     size = batch_size(windows.shape[1])
-    fit, held_batches = windows.split(size), () if held_out is None else held_out.split(size)
+    fit_batches = windows.split(size)
+    held_batches = () if held_out is None else held_out.split(size)
     # Whole batches: sums then are those of one process, batch by batch.
-    count = min(count, len(fit))
+    count = min(count, len(fit_batches))
     return [
-        (torch.cat(list(f)), torch.cat(list(h)) if h else None)
-        for f, h in zip(in_parts(fit, count), in_parts(held_batches, count), strict=True)
+        (torch.cat(list(fit)), torch.cat(list(held)) if held else None)
+        for fit, held in zip(
+            in_parts(fit_batches, count), in_parts(held_batches, count), strict=True
+        )
     ]
 
 
 def statistics_bytes(dense: Dense, calibration: Calibration) -> int:
     """Return the bytes of the block whose statistics are largest."""
     sums_per_site = 2 if calibration.held_out else 1
-    blocks = dense.layout.blocks
-    return (
-        8 * sums_per_site * max(sum(s.columns**2 + 2 * s.columns for s in b.sites) for b in blocks)
+    largest = max(
+        sum(site.columns**2 + 2 * site.columns for site in block.sites)
+        for block in dense.layout.blocks
     )
+    return 8 * sums_per_site * largest

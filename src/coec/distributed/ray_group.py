@@ -1,13 +1,12 @@
 """The hidden states of the dense and the pruned model, held by the workers of a Ray cluster."""
 
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate
 
 from torch import Tensor
 
-from coec.distributed.cluster import LOOK_S, PATIENCE_S, Cluster, LostError, begin_process
+from coec.distributed.cluster import HALF, LOOK_S, PATIENCE_S, Cluster, LostError
 from coec.distributed.workers import WorkerPool, to_cpu
 from coec.models.dense import Dense
 from coec.planning.run import Run
@@ -42,12 +41,11 @@ class RayGroup(WorkerGroup):
         self._begin(workers)
 
     def _begin(self, workers: int) -> None:
-        shards = self._shards(workers)
-        self._arguments = [
-            (self._dense, self._run, self._cluster.ray.put(s), self._device, self._cluster.threads)
-            for s in shards
-        ]
-        self._pool.begin(len(shards))
+        put = self._cluster.ray.put
+        shards = [put(shard) for shard in self._shards(workers)]
+        self._pool.begin(
+            TwoStreams, [(self._dense, self._run, shard, self._device) for shard in shards]
+        )
 
     def _shards(self, workers: int) -> Sequence[Shard]:
         fit, held_out = self._cluster.ray.get(self._windows)
@@ -55,7 +53,7 @@ class RayGroup(WorkerGroup):
 
     def _check_room(self) -> None:
         """Begin fewer workers where a lost node leaves no room; raises LostError then."""
-        if fewer := self._pool.shrunk():
+        if fewer := self._pool.end_if_crowded():
             self._begin(fewer)
             raise LostError("workers were begun anew")
 
@@ -89,8 +87,7 @@ class RayGroup(WorkerGroup):
 
     def solve(self, work: Callable[[], Value]) -> tuple[Value, str | None]:
         # Not done again by Ray: the workers have to stand before the block first.
-        task = self._cluster.ray.remote(max_retries=0, **self._cluster.half(self._device))(_solve)
-        reference = task.remote(work, self._cluster.threads)
+        reference = self._cluster.submit(self._device, HALF, work, max_retries=0)
         while not self._cluster.ray.wait([reference], timeout=LOOK_S)[0]:
             try:
                 self._check_room()
@@ -101,21 +98,17 @@ class RayGroup(WorkerGroup):
         return result
 
     def bring_to(self, index: int, finished: Finished) -> None:
-        numbers = range(len(self._pool.workers))
         # Where every worker stands → blocks that the hindmost have not passed yet
-        answers = [self._rewind(n, index) for n in numbers]
-        before = [self._awaited(n, index, answers[n]) for n in numbers]
-        for passed in range(min(before), index):
-            behind = [self._pool.workers[n] for n in numbers if before[n] <= passed]
+        answers = [(worker, worker.rewind.remote(index)) for worker in self._pool.workers]
+        before = [(worker, self._awaited(worker, index, answer)) for worker, answer in answers]
+        for passed in range(min(block for _, block in before), index):
+            behind = [worker for worker, block in before if block <= passed]
             tensors = dict(tensors_of(finished, passed))
             arguments = self._cluster.ray.put(((passed, tensors), {}))
             for reference in [w.call.remote(TwoStreams.advance, arguments) for w in behind]:
                 self._cluster.get(reference)
 
-    def _rewind(self, number: int, limit: int) -> Any:
-        return self._pool.workers[number].rewind.remote(*self._arguments[number], limit)
-
-    def _awaited(self, number: int, limit: int, answer: Any) -> int:
+    def _awaited(self, worker: Any, limit: int, answer: Any) -> int:
         """Return the block before which a worker stands, which may be about to begin anew."""
         ray, until = self._cluster.ray, time.monotonic() + PATIENCE_S
         while True:
@@ -131,7 +124,7 @@ class RayGroup(WorkerGroup):
                         raise
             self._check_room()
             time.sleep(1)
-            answer = self._rewind(number, limit)
+            answer = worker.rewind.remote(limit)
 
     def account(self) -> tuple[list[str], list[tuple[int, ...]]]:
         """Return the machine of every worker, and how many windows it fits on and holds out."""
@@ -147,9 +140,3 @@ class RayGroup(WorkerGroup):
     def end(self) -> None:
         """End all workers."""
         self._pool.end()
-
-
-def _solve(work: Callable[[], Any], threads: int) -> tuple[Any, str]:
-    """Do some work in a process of the cluster."""
-    begin_process(threads)
-    return work(), socket.gethostname()

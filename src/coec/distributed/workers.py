@@ -4,10 +4,11 @@ A worker is an actor. What it holds is made anew where its process is new, so th
 the work it had in hand. Where a lost node leaves no room for as many, the pool goes on with fewer.
 """
 
+import functools
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,21 +16,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coec.distributed.cluster import (
-    LOOK_S,
-    PATIENCE_S,
-    SHORT_S,
-    Cluster,
-    LostError,
-    begin_process,
-)
+from coec.distributed.cluster import HALF, LOOK_S, PATIENCE_S, SHORT_S, Cluster, LostError
 from coec.errors import CoecError
 from coec.events import record
+from coec.execution.workers import begin_process
 from coec.models.dense import Dense, Prefetcher
-from coec.planning.run import Run
 from coec.streaming.dense_stream import DenseStream, Sums
 from coec.streaming.layers import State
-from coec.streaming.two_streams import ConsumerStatistics, Shard, TwoStreams
+from coec.streaming.two_streams import ConsumerStatistics
 from coec.types import GramSum
 
 WorkerWindows = tuple[Int[Tensor, "_ length"], Int[Tensor, "_ length"] | None]
@@ -37,52 +31,48 @@ WorkerWindows = tuple[Int[Tensor, "_ length"], Int[Tensor, "_ length"] | None]
 
 
 class WindowWorker:
-    """Hidden states of some windows, in a process of a cluster (an actor)."""
+    """Hidden states of some windows, in a process of a cluster (an actor).
 
-    def __init__(self) -> None:
-        self._stream: SummingStream | None = None
-        self._streams: TwoStreams | None = None
+    Args:
+        threads: of this process.
+        make: makes the stream that holds the states, when it is first asked for.
+        arguments: of `make`.
+    """
 
-    def add(
-        self,
-        dense: Dense,
-        windows: WorkerWindows,
-        dtype: torch.dtype,
-        device: torch.device,
-        threads: int,
-        block: tuple[int, int],
-        sums: Sums,
-    ) -> Sums:
+    def __init__(self, threads: int, make: Callable[..., Any], *arguments: Any) -> None:
+        begin_process(threads)
+        self._make = functools.partial(make, *arguments)
+        self._stream: Any = None
+
+    def add(self, index: int, oldest: int, sums: Sums) -> Sums:
         """Return the sums of a block with this worker's batches added, on the CPU.
 
         Args:
-            dense, windows, dtype, device: as in `SummingStream`.
-            threads: of this process.
-            block: its index, and the oldest index that may be asked for later.
+            index: of the block.
+            oldest: the first block that may be asked for later.
             sums: those of the workers before.
         """
-        if self._stream is None:
-            begin_process(threads)
-            self._stream = SummingStream(dense, windows, dtype, device)
-        return self._stream.add(*block, sums)
+        added: Sums = self._begun().add(index, oldest, sums)
+        return added
 
-    def rewind(
-        self, dense: Dense, run: Run, shard: Shard, device: torch.device, threads: int, limit: int
-    ) -> int:
+    def rewind(self, limit: int) -> int:
         """Return the index of the block before which both models stand, at most `limit`."""
-        if self._streams is None:
-            begin_process(threads)
-            self._streams = TwoStreams(dense, run, shard, device)
-        return self._streams.rewind(limit)
+        index: int = self._begun().rewind(limit)
+        return index
+
+    def _begun(self) -> Any:
+        if self._stream is None:
+            self._stream = self._make()
+        return self._stream
 
     def call(
         self, method: Callable[..., Any], arguments: tuple[Sequence[Any], Mapping[str, Any]]
     ) -> list[Any] | None:
         """Return what a method of `TwoStreams` yields, on the CPU; LostError in a new process."""
-        if self._streams is None:
+        if self._stream is None:
             raise LostError("a process was begun anew")
         args, kwargs = arguments
-        values = method(self._streams, *args, **kwargs)
+        values = method(self._stream, *args, **kwargs)
         return None if values is None else [to_cpu(value) for value in values]
 
     def host(self) -> str:
@@ -104,8 +94,7 @@ class SummingStream:
         fit, held_out = windows
         self._stream = DenseStream(dense, fit, holdout=held_out, device=device, dtype=dtype)
         self._prefetcher = Prefetcher(dense, last=len(dense.layout.blocks) - 1)
-        self._stream.begin()
-        self._before: dict[int, list[State]] = {0: list(self._stream.states)}
+        self._before: dict[int, list[State]] = {}
 
     def add(self, index: int, oldest: int, sums: Sums) -> Sums:
         """Return the sums of a block with these windows' batches added, on the CPU."""
@@ -118,7 +107,7 @@ class SummingStream:
 
     def _go_to(self, index: int) -> None:
         """Set the stream's states to those before a block."""
-        # The nearest states before the block; a new process has none and starts at the embedding.
+        # The nearest states before the block; where there are none, those behind the embedding.
         indices = [n for n in self._before if n <= index]
         if not indices:
             self._stream.begin()
@@ -148,13 +137,13 @@ class WorkerPool:
         self._looked, self._since = 0.0, math.inf
         self.workers: list[Any] = []
 
-    def begin(self, count: int) -> None:
-        """Begin so many workers."""
+    def begin(self, make: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> None:
+        """Begin a worker for each tuple of arguments of what makes its stream."""
         worker = self.cluster.ray.remote(
             max_restarts=-1, max_task_retries=self._retries, scheduling_strategy="SPREAD",
-            **self.cluster.half(self.device),
+            **self.cluster.resources(self.device, HALF),
         )(WindowWorker)  # fmt: skip
-        self.workers = [worker.remote() for _ in range(count)]
+        self.workers = [worker.remote(self.cluster.threads, make, *each) for each in arguments]
 
     def end(self) -> None:
         """End all workers."""
@@ -163,26 +152,25 @@ class WorkerPool:
         self.workers = []
 
     def hosts(self) -> list[str]:
-        """Return the machine of every worker."""
-        return self.cluster.hosts(self.workers)
+        """Return the machine of every worker; "lost" where one is being begun anew."""
+        hosts = []
+        for answer in [worker.host.remote() for worker in self.workers]:
+            try:
+                hosts.append(self.cluster.get(answer))
+            except LostError:
+                hosts.append("lost")
+        return hosts
 
-    def shrunk(self) -> int | None:
+    def end_if_crowded(self) -> int | None:
         """End all workers where a lost node leaves no room for as many; return how many there is.
 
         None where there is room, or may be again soon. Raises CoecError where there was no room for
         a single one for too long.
         """
-        count = self._room_for_fewer() if self.workers else None
-        if count is not None:
-            self.end()
-        return count
-
-    def _room_for_fewer(self) -> int | None:
-        clock = time.monotonic()
-        if clock - self._looked < LOOK_S:
+        clock, count = time.monotonic(), len(self.workers)
+        if not count or clock - self._looked < LOOK_S:
             return None
         self._looked = clock
-        count = len(self.workers)
         # One slot is left for a block that is solved.
         room = self.cluster.slots(self.cluster.alive(), self.device) - 1
         if room >= count:
@@ -191,15 +179,16 @@ class WorkerPool:
         # Since when there is too little room: a node that restarts soon is worth waiting for.
         self._since = min(self._since, clock)
         short = clock - self._since
-        if room >= 1 and short >= SHORT_S:
+        if room < 1:
+            self._wait(short)
+        elif short >= SHORT_S:
             self._since = math.inf
             record(
                 f"the cluster lost a node: {count} workers leave no room for a block being "
                 f"solved, so {room} go on with their windows"
             )
+            self.end()
             return room
-        if room < 1:
-            self._wait(short)
         return None
 
     def _wait(self, short: float) -> None:

@@ -19,19 +19,8 @@ from typing import Any
 
 from coec.errors import NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import record
-from coec.execution.output import (
-    JOURNAL,
-    NEW,
-    WORK,
-    check_replaceable,
-    claimed,
-    empty,
-    partial_of,
-    publish,
-    resolved,
-    sync,
-    writing,
-)
+from coec.execution import output
+from coec.execution.output import JOURNAL, NEW, WORK, sync, writing
 from coec.models.files import JsonDict, sha256
 
 RunIdentity = JsonDict
@@ -75,10 +64,6 @@ class JournalEntry:
             raise ValueError("the file lies elsewhere")
         return entry
 
-    def describes(self, path: Path) -> bool:
-        """True if the file at `path` is unchanged; a file of another size is not read."""
-        return path.stat().st_size == self.bytes and sha256(path) == self.sha256
-
 
 class Journal:
     """The finished pieces of one run; made by `journal`.
@@ -99,7 +84,7 @@ class Journal:
         self._entries: dict[str, JournalEntry] = {}
         self.finished = self._read(identity)
         if not self.finished:
-            check_replaceable(out, force)
+            output.check_replaceable(out, force)
             self._drop_unfinished()
         self.resumed = bool(self._entries)
 
@@ -149,12 +134,9 @@ class Journal:
 
     def recorded(self) -> dict[str, tuple[int, str]]:
         """Size and SHA-256 of every finished piece in `new`, by path."""
-        inside = f"{NEW}/"
-        return {
-            e.file.removeprefix(inside): (e.bytes, e.sha256)
-            for e in sorted(self._entries.values(), key=lambda entry: entry.file)
-            if e.file.startswith(inside)
-        }
+        entries = sorted(self._entries.values(), key=lambda entry: entry.file)
+        inside = [entry for entry in entries if entry.file.startswith(f"{NEW}/")]
+        return {e.file.removeprefix(f"{NEW}/"): (e.bytes, e.sha256) for e in inside}
 
     def remove(self, name: str) -> None:
         """Delete the file of a piece whose content is in another piece by now."""
@@ -171,10 +153,10 @@ class Journal:
                 for path in [self.new, *self.new.rglob("*")]:
                     sync(path)
                 self.note(_PLACING)
-                publish(self.partial, self.out, self._force)
+                output.publish(self.partial, self.out, self._force)
         finally:
             if not self.new.exists():
-                empty(self.partial)
+                output.empty(self.partial)
 
     def _read(self, identity: RunIdentity) -> bool:
         """Take up the pieces of an earlier run, or begin; return whether that run was complete."""
@@ -222,7 +204,7 @@ class Journal:
         return identity
 
     def _begin(self, identity: RunIdentity) -> None:
-        empty(self.partial)
+        output.empty(self.partial)
         self._entries.clear()
         self._write({"identity": identity}, "wb")
         sync(self.partial)
@@ -238,7 +220,7 @@ class Journal:
                 continue  # a note
             if not path.is_file():
                 del self._entries[name]  # it had been removed because another piece has it
-            elif not entry.describes(path):
+            elif not _is_unchanged(path, entry.bytes, entry.sha256):
                 del self._entries[name]
                 record(f"'{path}' is not what was written: it is made again")
         for folder in (self.new, self.work):
@@ -250,12 +232,8 @@ class Journal:
 
     def _in_place(self) -> bool:
         """True if `out` holds every piece of `new`, unchanged."""
-        pieces = [entry for entry in self._entries.values() if entry.file.startswith(f"{NEW}/")]
-        return all(
-            (path := self.out / entry.file.removeprefix(f"{NEW}/")).is_file()
-            and entry.describes(path)
-            for entry in pieces
-        )
+        pieces = self.recorded().items()
+        return all(_is_unchanged(self.out / file, *recorded) for file, recorded in pieces)
 
     def _append(self, entry: JournalEntry) -> None:
         self._write(vars(entry), "ab")
@@ -287,24 +265,29 @@ def journal(
         OutputError: another run works on `out`, an earlier one was asked for something else, `out`
             holds no model that could be replaced or appeared in the meantime, or the disk refuses.
     """
-    out = resolved(out)
-    with claimed(out) as partial:
+    out = output.resolved(out)
+    with output.claimed(out) as partial:
         opened: Journal | None = None
         try:
             if restart:
-                empty(partial)
+                output.empty(partial)
             opened = Journal(out, partial, identity, force)
             yield opened
         except BaseException as error:
             # BaseException: an interrupt, too, leaves finished pieces, or nothing.
             if isinstance(error, _REPEATABLE) or not _has_pieces(partial):
                 with contextlib.suppress(OSError):
-                    empty(partial)
+                    output.empty(partial)
             elif opened is not None or not isinstance(error, OutputError):
                 error.add_note(f"what is finished is kept in '{partial}'")
             raise
         if opened.finished or not opened.new.exists():
-            empty(partial)
+            output.empty(partial)
+
+
+def _is_unchanged(path: Path, size: int, digest: str) -> bool:
+    """True if a file is as it was recorded; one of another size is not read."""
+    return path.is_file() and path.stat().st_size == size and sha256(path) == digest
 
 
 def _has_pieces(partial: Path) -> bool:
@@ -319,7 +302,7 @@ def _has_pieces(partial: Path) -> bool:
 
 def unfinished(out: Path) -> bool:
     """True if an earlier run into `out` has left pieces to continue from."""
-    return (partial_of(resolved(out)) / JOURNAL).is_file()
+    return (output.partial_of(output.resolved(out)) / JOURNAL).is_file()
 
 
 def encode_line(content: JsonDict) -> bytes:

@@ -115,14 +115,19 @@ def _signals_deferred() -> Iterator[None]:
             signal.raise_signal(first)
 
 
-def _begin(threads: int) -> None:
-    """Set up a worker process: its share of the cores, quiet libraries, a silent end at Ctrl-C."""
+def begin_process(threads: int) -> None:
+    """Let a new process use so many threads, and keep its libraries from chatter."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(threads)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _begin(threads: int) -> None:
+    """Set up a worker process: its share of the cores, quiet libraries, a silent end at Ctrl-C."""
+    begin_process(threads)
     # Signals are not ignored: a half-written output is then removed at once, and nobody waits.
     for number in _SIGNALS:
         signal.signal(number, _end)

@@ -58,9 +58,10 @@ class Alignment:
         """
         # S = diag(inverse). Seen through the writer, row i is S_i = U_vᵀ diag(inverse_i) U_v.
         rows, writer, aligned = self.rows, self.writer.to(R), inverse[self.rows]
-        D, seen = R[rows].to(self.writer) @ self.writer, aligned.to(self.writer) @ self._pairs
+        D = R[rows].to(self.writer) @ self.writer
+        blocks = aligned.to(self.writer) @ self._pair_products
         # The penalty is c ‖J X‖² to second order, whose Hessian is 2c JᵀJ.
-        absorbed = _absorbed(D, seen, 2 * self._stiffness, R.dtype)
+        absorbed = _absorbed(D, blocks, 2 * self._stiffness, R.dtype)
 
         def divide(X: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
             # X → S X, then S X − S Jᵀ (I/2c + J S Jᵀ)⁻¹ J S X in the aligned rows
@@ -90,13 +91,13 @@ class Alignment:
         between = turn[rows]
         between[:, rows] = 0
         back = soft.mul_(absorbed(between @ D) @ D.T)
-        left = turn.clone()
-        left[rows] -= back
-        left[:, rows] += back.T
-        return left
+        resisted = turn.clone()
+        resisted[rows] -= back
+        resisted[:, rows] += back.T
+        return resisted
 
     @functools.cached_property
-    def _pairs(self) -> Float[Tensor, "k q"]:
+    def _pair_products(self) -> Float[Tensor, "k q"]:
         """The products of every two columns of the writer."""
         return _products(self.writer)
 
@@ -107,13 +108,13 @@ class Alignment:
 
 
 def _products(D: Float[Tensor, "n r"]) -> Float[Tensor, "n q"]:
-    """The products of every two columns, in the order of `_Pairs`."""
-    pairs = _pairs(D.shape[1], D.dtype, D.device)
-    return D.index_select(1, pairs.first).mul_(D.index_select(1, pairs.second))
+    """The products of every two columns, in the order of `_SvecTables`."""
+    tables = _svec_tables(D.shape[1], D.dtype, D.device)
+    return D.index_select(1, tables.first).mul_(D.index_select(1, tables.second))
 
 
 def _absorbed(
-    D: Float[Tensor, "n r"], seen: Float[Tensor, "n q"], stiffness: float, dtype: torch.dtype
+    D: Float[Tensor, "n r"], blocks: Float[Tensor, "n q"], stiffness: float, dtype: torch.dtype
 ) -> Callable[[Float[Tensor, "n r"]], Float[Tensor, "n r"]]:
     """`X → Jᵀ (I/c + J S Jᵀ)⁻¹ J X` with `J X = svec(XᵀD + DᵀX)`, S block diagonal.
 
@@ -121,18 +122,18 @@ def _absorbed(
     the upper triangle, entries off the diagonal times √2, so that it keeps the Frobenius norm.
 
     Args:
-        seen: the symmetric r×r blocks of S, one for each row of D, their upper triangles flat.
+        blocks: the symmetric r×r blocks of S, one for each row of D, their upper triangles flat.
         stiffness: c.
         dtype: of X.
     """
     r = D.shape[1]
-    pairs = _pairs(r, D.dtype, D.device)
+    tables = _svec_tables(r, D.dtype, D.device)
     # T[pu, qv] = Σ_i D_ip D_iu S_i[q, v]; an entry of J S Jᵀ gathers four of its entries.
-    T = _products(D).T @ seen
+    T = _products(D).T @ blocks
     T = (T + T.T).flatten()
     # (J S Jᵀ)[pq, uv] = T[pu, qv] + T[qv, pu] + T[pv, qu] + T[qu, pv], scaled as svec scales
-    core = T.index_select(0, pairs.straight).add_(T.index_select(0, pairs.crossed))
-    core = core.reshape(pairs.norm.shape).mul_(pairs.norm)
+    core = T.index_select(0, tables.straight).add_(T.index_select(0, tables.crossed))
+    core = core.reshape(tables.norm.shape).mul_(tables.norm)
     core.diagonal().add_(1 / stiffness)
     # I/c + J S Jᵀ, q×q → its inverse; positive definite but for rounding
     L, info = torch.linalg.cholesky_ex(core)
@@ -141,13 +142,15 @@ def _absorbed(
         return torch.zeros_like
     inverse = torch.cholesky_inverse(L)
     # J and Jᵀ on all r² entries of XᵀD.
-    inverse = inverse.index_select(0, pairs.place).index_select(1, pairs.place).mul_(pairs.both)
+    inverse = (
+        inverse.index_select(0, tables.place).index_select(1, tables.place).mul_(tables.full_norm)
+    )
     D, inverse = D.to(dtype), inverse.to(dtype)
     return lambda X: D @ (inverse @ (X.T @ D).flatten()).reshape(r, r)
 
 
 @dataclass(frozen=True, eq=False)
-class _Pairs:
+class _SvecTables:
     """Index tables for svec of symmetric r×r matrices; q = r (r + 1)/2 is its length.
 
     Attributes:
@@ -156,7 +159,7 @@ class _Pairs:
         straight, crossed: for two entries (p, q) and (u, v) of it, where (pu, qv) and (pv, qu)
             lie in a flat q×q matrix over such entries.
         norm: the products of the factors that `svec` gives two entries.
-        both: the same for two of the r² entries, those on the diagonal counted twice.
+        full_norm: the same for two of the r² entries, those on the diagonal counted twice.
     """
 
     first: Int[Tensor, " q"]
@@ -165,11 +168,11 @@ class _Pairs:
     straight: Int[Tensor, " q2"]
     crossed: Int[Tensor, " q2"]
     norm: Float[Tensor, "q q"]
-    both: Float[Tensor, "r2 r2"]
+    full_norm: Float[Tensor, "r2 r2"]
 
 
 @functools.cache
-def _pairs(r: int, dtype: torch.dtype, device: torch.device) -> _Pairs:
+def _svec_tables(r: int, dtype: torch.dtype, device: torch.device) -> _SvecTables:
     # The upper triangle's entries, and where each of the r² entries stands among them.
     a, b = torch.triu_indices(r, r, device=device)
     place = torch.empty(r, r, dtype=torch.int64, device=device)
@@ -185,8 +188,8 @@ def _pairs(r: int, dtype: torch.dtype, device: torch.device) -> _Pairs:
     unit = torch.full((r, r), math.sqrt(2), dtype=dtype, device=device)
     unit.fill_diagonal_(1.0)
     # XᵀD + DᵀX adds an entry to its mirror image: one on the diagonal counts twice.
-    both = unit + torch.eye(r, dtype=dtype, device=device)
-    return _Pairs(
+    twice = unit + torch.eye(r, dtype=dtype, device=device)
+    return _SvecTables(
         a, b, place.flatten(), straight.flatten(), crossed.flatten(),
-        torch.outer(unit[a, b], unit[a, b]), torch.outer(both.flatten(), both.flatten()),
+        torch.outer(unit[a, b], unit[a, b]), torch.outer(twice.flatten(), twice.flatten()),
     )  # fmt: skip

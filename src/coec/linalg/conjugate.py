@@ -1,7 +1,6 @@
 """Preconditioned Riemannian conjugate gradient on St(b, k) (METHODS §5.4.2)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -88,23 +87,15 @@ def conjugate(
         moved = _line_search(point, d, slope, step)
         if moved is None:
             return R, _ended(True, history, "no descent at rounding level")
-        decrease = point.value - moved.point.value
-        point, step = moved.point, moved.step
-        R, t = point.R, point.scale()
+        before = point.value
+        point, step = moved
         del moved
+        R, t = point.R, point.scale()
         history.append(point.value)
-        if decrease < tolerance * max(abs(point.value), SMALL):
+        if before - point.value < tolerance * max(abs(point.value), SMALL):
             return R, _ended(True, history, f"relative decrease below {tolerance:g}")
         g_old, gz_old = g, gz
     return R, _ended(False, history, f"iteration limit {iterations}")
-
-
-@dataclass(frozen=True, eq=False)
-class _Moved:
-    """A point, and the step that led there."""
-
-    point: Point
-    step: float
 
 
 def _curvature(problem: Problem, t: float, dtype: torch.dtype) -> Float[Tensor, "b k"]:
@@ -138,21 +129,17 @@ def _precondition(
     with rounded_products(R.device):
         inverse = _curvature(point.problem, t, WORKING)
         inverse.add_(SHIFT * float(inverse.mean())).reciprocal_()
-        divide = _divided(point.problem, R, inverse)
+        # X → (H + ε)⁻¹ X, in place, H with the curvature of the alignment penalty
+        alignment = point.problem.alignment
+        divide = (
+            alignment.divided(R, inverse)
+            if alignment and alignment.stiff
+            else lambda X: X.mul_(inverse)
+        )
         z = _tangent(divide, inverse, R, divide(z))
         if turn is not None:
             z.addmm_((turn / size).to(WORKING), R)
     return z.mul_(size)
-
-
-def _divided(
-    problem: Problem, R: Float[Tensor, "b k"], inverse: Float[Tensor, "b k"]
-) -> Callable[[Tensor], Tensor]:
-    """`X → (H + ε)⁻¹ X`, in place, H with the curvature of the alignment penalty."""
-    alignment = problem.alignment
-    if alignment is None or not alignment.stiff:
-        return lambda X: X.mul_(inverse)
-    return alignment.divided(R, inverse)
 
 
 def _tangent(
@@ -194,13 +181,16 @@ def _tangent(
     return z
 
 
-def _line_search(start: Point, d: Float[Tensor, "b k"], slope: float, step: float) -> _Moved | None:
-    """The lowest point found on the retraction curve, or None without sufficient decrease.
+def _line_search(
+    start: Point, d: Float[Tensor, "b k"], slope: float, step: float
+) -> tuple[Point, float] | None:
+    """The lowest point found on the retraction curve and its step; None without enough decrease.
 
     The parabola through the value, the slope and a trial's value says where the next trial goes,
     until it agrees with the trial: nearly exact, which keeps the directions conjugate.
     """
-    value, lowest = start.value, None
+    value = start.value
+    lowest: tuple[Point, float] | None = None
     for trial in range(BACKTRACKS):
         try:
             candidate = retract_cholesky(start.R, d, step)
@@ -215,8 +205,8 @@ def _line_search(start: Point, d: Float[Tensor, "b k"], slope: float, step: floa
         best = -slope * step * step / rise if rise > 0 else 4 * step
         # Armijo: a step must lower the objective by a share of what the slope promises.
         sufficient = new <= value + ARMIJO * step * slope
-        if sufficient and (lowest is None or new < lowest.point.value):
-            lowest = _Moved(point, step)
+        if sufficient and (lowest is None or new < lowest[0].value):
+            lowest = point, step
         elif lowest is not None:
             break
         if lowest is not None and (abs(best - step) < AGREE * step or trial >= TRIALS):

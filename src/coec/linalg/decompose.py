@@ -5,6 +5,7 @@ first routine's, an event says so. Calls on a CUDA device run under a time limit
 has been seen to hang on degenerate matrices (METHODS §5.7).
 """
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -47,21 +48,15 @@ def svd(
         NumericalError: A is not finite, or every routine failed.
     """
     # Fastest first; on CUDA the polar factor's products, and a second driver, which only CUDA has.
-    routines: list[tuple[str, Routine]] = [("gesdd", _thin_svd)]
+    gesdd = functools.partial(torch.linalg.svd, full_matrices=False)
+    routines: list[tuple[str, Routine]] = [("gesdd", gesdd)]
     if A.is_cuda:
-        routines = [("polar and eigh", svd_by_polar), *routines, ("gesvd", _gesvd)]
-    routines.append(("gesdd on the CPU in float64", _on_cpu(_thin_svd)))
+        gesvd = functools.partial(gesdd, driver="gesvd")
+        routines = [("polar and eigh", svd_by_polar), *routines, ("gesvd", gesvd)]
+    routines.append(("gesdd on the CPU in float64", _on_cpu(gesdd)))
     routines.append(("numpy svd of the transpose", _on_cpu(_numpy_svd_of_transpose)))
     U, s, Vt = _first_success(routines, A, _limit(A))
     return U, s, Vt
-
-
-def _thin_svd(A: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.linalg.svd(A, full_matrices=False))
-
-
-def _gesvd(A: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.linalg.svd(A, full_matrices=False, driver="gesvd"))
 
 
 def _numpy_eigh(A: Tensor) -> tuple[Tensor, ...]:

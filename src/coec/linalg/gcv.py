@@ -34,14 +34,26 @@ class Rescaled:
     clamped: int
 
 
+@dataclass(frozen=True)
+class Shrinkage:
+    """How singular values are rescaled.
+
+    Attributes:
+        rule: `gcv` chooses λ, `fixed` takes `ridge`, `uniform` is λ = ∞ (the prior).
+        ridge: λ relative to the median mode energy, for `fixed`.
+        kappa: half-width of the band, at least 1.
+    """
+
+    rule: Rescale = "gcv"
+    ridge: float = 0.0
+    kappa: float = 10.0
+
+
 def rescale(
     s: Float[Tensor, " b"],
     response: Float[Tensor, " b"],
     energy: Float[Tensor, " b"],
-    *,
-    rule: Rescale = "gcv",
-    ridge: float = 0.0,
-    kappa: float = 10.0,
+    shrinkage: Shrinkage,
     leading: Int[Tensor, " r"] | None = None,
 ) -> Rescaled:
     """Singular values that minimise `Σ e_i (s_i − ρ_i/e_i)²`, shrunk to the global scale.
@@ -56,26 +68,21 @@ def rescale(
         s: current singular values, at least 0.
         response: `ρ_i = u_iᵀ Gyx r_i`.
         energy: `e_i = r_iᵀ Gxx r_i`.
-        rule: `gcv` chooses λ, `fixed` takes `ridge`, `uniform` is λ = ∞ (the prior).
-        ridge: λ relative to the median mode energy, for `fixed`.
-        kappa: half-width of the band, at least 1.
+        shrinkage: the rule, and its band.
         leading: modes that must keep the largest values, as they have them in `s`; see `led`.
     """
     # The prior m = s* s, which modes without information keep.
-    scale = global_scale(s, response, energy)
-    if scale is None:
-        record("the global scale is not positive: not applied")
-        scale = 1.0
+    scale = global_scale(float((s * response).sum()), float((s.square() * energy).sum()))
     prior = s * scale
     informative = energy > rounding_level(energy)
-    if rule == "uniform" or not informative.any():
+    if shrinkage.rule == "uniform" or not informative.any():
         return Rescaled(prior, scale, None, 0)
     # λ → s(λ) = (ρ + λ m)/(e + λ), limited to the band [m/κ, κ m]
     e, rho, m = energy[informative], response[informative], prior[informative]
     median = float(e.median())
-    relative = choose_ridge(e, rho, m, median) if rule == "gcv" else ridge
+    relative = choose_ridge(e, rho, m, median) if shrinkage.rule == "gcv" else shrinkage.ridge
     shrunk = (rho + relative * median * m) / (e + relative * median)
-    banded = shrunk.clamp(min=m / kappa, max=m * kappa)
+    banded = shrunk.clamp(min=m / shrinkage.kappa, max=m * shrinkage.kappa)
     out = prior.clone()
     out[informative] = banded
     if leading is not None:
@@ -96,16 +103,13 @@ def _objective(
     return float((s.square() * energy).sum() - 2 * (s * response).sum())
 
 
-def global_scale(
-    s: Float[Tensor, " b"], response: Float[Tensor, " b"], energy: Float[Tensor, " b"]
-) -> float | None:
-    """`s* = ⟨Gyx, Ŵ⟩ / ⟨Ŵ, Ŵ Gxx⟩` of `Ŵ = U diag(s) R`; None where it is not a positive number."""
-    numerator = float((s * response).sum())
-    denominator = float((s.square() * energy).sum())
-    if not (denominator > 0 and numerator > 0):
-        return None
-    scale = numerator / denominator
-    return scale if 0 < scale < float("inf") else None
+def global_scale(linear: float, quadratic: float) -> float:
+    """`s* = ⟨Gyx, Ŵ⟩ / ⟨Ŵ, Ŵ Gxx⟩` of these two; 1, and an event, where it is not positive."""
+    scale = linear / quadratic if linear > 0 and quadratic > 0 else 0.0
+    if 0 < scale < float("inf"):
+        return scale
+    record("the global scale is not positive: not applied")
+    return 1.0
 
 
 def led(

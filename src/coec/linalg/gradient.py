@@ -16,7 +16,6 @@ from coec.types import Convergence
 def gradient(
     problem: RightProblem,
     R: Float[Tensor, "b k"],
-    *,
     delta: float = 7e-4,
     iterations: int = 200,
     retraction: Retraction = "auto",

@@ -75,16 +75,13 @@ def newton_schulz_polar(A: Float[Tensor, "b k"], iterations: int = 30) -> Float[
         NumericalError: no convergence in `iterations` steps (A is rank-deficient or far from
             orthonormal).
     """
-    b = A.shape[0]
-    eye = torch.eye(b, dtype=A.dtype, device=A.device)
-    tolerance = 10 * b * torch.finfo(A.dtype).eps
+    eye = torch.eye(len(A), dtype=A.dtype, device=A.device)
+    tolerance = 10 * len(A) * torch.finfo(A.dtype).eps
     X = A
-    for _ in range(iterations):
+    for _ in range(iterations + 1):
         # X ← X + ½ (I − X Xᵀ) X = 1.5 X − 0.5 X Xᵀ X
         gap = eye - X @ X.T
         if float(gap.norm()) <= tolerance:
             return X
         X = X + 0.5 * (gap @ X)
-    if float((eye - X @ X.T).norm()) <= tolerance:
-        return X
     raise NumericalError("Newton-Schulz polar iteration did not converge")

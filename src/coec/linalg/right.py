@@ -42,10 +42,6 @@ class RightProblem:
         # ⟨C, R⟩ and e: of these two the objective is a function, whatever t.
         return Point(self, R, float((self.cross * R).sum()), energies(R, self.mu))
 
-    def touching(self, point: "Point") -> "RightProblem":
-        """The right problem that touches the objective at a point: itself."""
-        return self
-
     def slack(self, point: "Point", S: Float[Tensor, "b b"]) -> None:
         """Return None, for no turns of the planes of modes: the left factor does not follow."""
 
@@ -99,17 +95,6 @@ class JointProblem:
         response = (self.Gyx @ R[:modes].T).mul_(self.s[:modes])
         U = polar(response, nearest=self.U)
         return Point(self, R, float((U * response).sum()), energies(R, self.mu), U)
-
-    def touching(self, point: "Point") -> RightProblem:
-        """The right problem at the best left factor: it touches the objective from above."""
-        assert point.U is not None
-        modes = self.U.shape[1]
-        # C = diag(s) Uᵀ Gyx at this point's U
-        cross = torch.empty_like(point.R)
-        torch.mm(point.U.T, self.Gyx, out=cross[:modes])
-        cross[:modes].mul_(self.s[:modes, None])
-        cross[modes:] = 0
-        return RightProblem(self.s, self.mu, cross, self.yy, self.alignment)
 
     def slack(self, point: "Point", S: Float[Tensor, "b b"]) -> Float[Tensor, "b b"]:
         """Return how far planes of modes turn against a gradient, because U follows R.
@@ -197,8 +182,21 @@ class Point:
         return self.t
 
     def touching(self) -> RightProblem:
-        """The right problem with the left factor held as it is here."""
-        return self.problem.touching(self)
+        """The right problem with the left factor held as it is here.
+
+        It touches the objective from above, and is the problem itself where that is a right one.
+        """
+        problem = self.problem
+        if isinstance(problem, RightProblem):
+            return problem
+        assert self.U is not None
+        modes = problem.U.shape[1]
+        # C = diag(s) Uᵀ Gyx at this point's U
+        cross = torch.empty_like(self.R)
+        torch.mm(self.U.T, problem.Gyx, out=cross[:modes])
+        cross[:modes].mul_(problem.s[:modes, None])
+        cross[modes:] = 0
+        return RightProblem(problem.s, problem.mu, cross, problem.yy, problem.alignment)
 
 
 Problem = RightProblem | JointProblem

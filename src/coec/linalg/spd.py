@@ -30,20 +30,12 @@ def semidefinite(G: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
     return (E * mu.clamp_min(0)) @ E.T
 
 
-def power(G: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
-    """Gram tempering: `G^α = E diag(max(μ, 0)^α) Eᵀ` over the full spectrum (METHODS §5.1).
-
-    `α = 1` returns G itself, unless it is indefinite: no error is bounded below under such a
-    matrix. See `root`.
-    """
-    factor = root(G, alpha)
-    return G if factor is None else factor @ factor.T
-
-
 def root(
     G: Float[Tensor, "d d"], alpha: float, unit: float = 1.0, precision: float = 0.0
 ) -> Float[Tensor, "d d"] | None:
     """A factor F of `(G/u)^α = F Fᵀ`, `F = E diag(max(μ/u, 0)^(α/2))`; None where it is G/u itself.
+
+    The tempered Gram (METHODS §5.1), over the full spectrum.
 
     Negative eigenvalues are clamped at 0; beyond what float32 products explain, an event says that
     the Gram is indefinite. Eigenvalues that are noise are 0 too: a power below 1 would magnify it.
@@ -79,9 +71,15 @@ def _is_indefinite(mu: Float[Tensor, " n"]) -> bool:
 def _is_semidefinite(G: Float[Tensor, "d d"]) -> bool:
     """Return whether Cholesky proves, cheaper than eigenvalues, that none is clearly negative."""
     # Cholesky exists if no eigenvalue is below −NEGATIVE · max diag G ≥ −NEGATIVE · λ_max.
-    shifted = G.clone()
-    shifted.diagonal().add_(NEGATIVE * float(G.diagonal().max()))
-    return int(torch.linalg.cholesky_ex(shifted)[1]) == 0
+    return _cholesky(G, NEGATIVE * float(G.diagonal().max())) is not None
+
+
+def _cholesky(A: Float[Tensor, "n n"], shift: float) -> Float[Tensor, "n n"] | None:
+    """Return the Cholesky factor of `A + λ I`; None where that is not positive definite."""
+    shifted = A.clone()
+    shifted.diagonal().add_(shift)
+    L, info = torch.linalg.cholesky_ex(shifted)
+    return L if int(info) == 0 else None
 
 
 def rounding_level(values: Float[Tensor, " n"]) -> float:
@@ -191,10 +189,7 @@ def solve_right(
     # λ > 0: B (A + λI)⁻¹ by Cholesky
     shift = ridge * float(A.diagonal().mean())
     if shift > 0:
-        shifted = A.clone()
-        shifted.diagonal().add_(shift)
-        L, info = torch.linalg.cholesky_ex(shifted)
-        if int(info) == 0:
+        if (L := _cholesky(A, shift)) is not None:
             return torch.cholesky_solve(B.T, L).T
         record("the regularised Gram is not positive definite: solved through its eigenvectors")
     # Otherwise A + λI → Q, μ → pseudo-inverse over the directions that are not noise

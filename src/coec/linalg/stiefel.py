@@ -36,14 +36,13 @@ def retract_cholesky(
     """
     # Rows lose digits by 1 + ‖step ξ‖² (above): this bound leaves three quarters of them.
     longest = torch.finfo(R.dtype).eps ** -0.25
-    if not step * step * float(xi.square().sum()) <= longest * len(R):
-        raise NumericalError("retraction of a step that is not finite, or far too long")
-    # R + step ξ → L of its Gram matrix → L⁻¹ (R + step ξ), whose rows are orthonormal
-    A = torch.add(R, xi, alpha=step)
-    L, info = torch.linalg.cholesky_ex(lower_gram(A))
-    if int(info) != 0:
-        raise NumericalError("retraction of a step that is not finite, or far too long")
-    return torch.linalg.solve_triangular(L, A, upper=False)
+    if step * step * float(xi.square().sum()) <= longest * len(R):
+        # R + step ξ → L of its Gram matrix → L⁻¹ (R + step ξ), whose rows are orthonormal
+        A = torch.add(R, xi, alpha=step)
+        L, info = torch.linalg.cholesky_ex(lower_gram(A))
+        if int(info) == 0:
+            return torch.linalg.solve_triangular(L, A, upper=False)
+    raise NumericalError("retraction of a step that is not finite, or far too long")
 
 
 def retract_cayley(R: Float[Tensor, "k k"], step: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
@@ -68,16 +67,13 @@ def newton_schulz_inverse(A: Float[Tensor, "n n"], iterations: int = 30) -> Floa
     Raises:
         NumericalError: no convergence in `iterations` steps.
     """
-    n = len(A)
-    eye = torch.eye(n, dtype=A.dtype, device=A.device)
-    tolerance = 10 * n * torch.finfo(A.dtype).eps
+    eye = torch.eye(len(A), dtype=A.dtype, device=A.device)
+    tolerance = 10 * len(A) * torch.finfo(A.dtype).eps
     X = eye
-    for _ in range(iterations):
+    for _ in range(iterations + 1):
         # X ← X (2I − A X) = X + X (I − A X)
         gap = eye - A @ X
         if float(gap.norm()) <= tolerance:
             return X
         X = X + X @ gap
-    if float((eye - A @ X).norm()) <= tolerance:
-        return X
     raise NumericalError("Newton-Schulz inverse did not converge")

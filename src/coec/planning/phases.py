@@ -129,7 +129,7 @@ def _solving(plan: Plan, site_kind: str) -> float:
     eigenpairs of d×d and k×k and its descent.
     """
     total, recipe = 0.0, plan.recipe
-    for site in filter(plan.widths.counts, plan.model.layout.sites):
+    for site in filter(plan.widths.stays, plan.model.layout.sites):
         if site.kind != site_kind:
             continue
         m, d = int(plan.model.shapes[site.weight][0]), site.columns

@@ -143,14 +143,13 @@ class Plan:
         Args:
             importances: one for every unit of every site whose units are not given.
         """
-        layout, pruning = self.model.layout, self.recipe.pruning
+        pruning = self.recipe.pruning
         shared = [site for site in self.shared if site.key in importances]
         importances = {site.key: importances[site.key] for site in shared}
         cut = {site.kind for site in shared if self.widths.removes_from(site)}
         uncut = {site.kind for site in shared} - cut
         widths = by_importance(
-            layout,
-            self.model.shapes,
+            self.model,
             self.widths,
             importances,
             pruning.multiple,
@@ -250,7 +249,7 @@ class Plan:
     def _removed(self, site_kind: str) -> float:
         sites = [site for site in self.model.layout.sites if site.kind == site_kind]
         before = sum(site.units for site in sites)
-        return (before - sum(map(self.widths.of, filter(self.widths.counts, sites)))) / before
+        return (before - sum(map(self.widths.of, filter(self.widths.stays, sites)))) / before
 
     def _size_names(self) -> dict[str, str]:
         """Fields of a shape that pruning changes, by the names that records have for them."""

@@ -66,30 +66,11 @@ def obs(weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int) -> F
     """
     if weight.shape[1] % units or not 0 < keep <= units:
         raise OptionError(f"{weight.shape[1]} columns are not {units} units of which {keep} stay")
-    removed = removal_order(weight, gram.xx, units, keep)
+    removed = [unit for unit, _ in removal_path(weight, gram.xx, units, keep)]
     # Order of removal → a score for every column; units that stay keep the number of steps.
     steps = torch.full((units,), len(removed))
     steps[removed] = torch.arange(len(removed))
     return steps.repeat_interleave(weight.shape[1] // units).to(gram.xx)
-
-
-def removal_order(
-    weight: Float[Tensor, "m d"],
-    G: Float[Tensor, "d d"],
-    units: int,
-    keep: int,
-    panel: int = PANEL,
-) -> list[int]:
-    """Return the units that go, first to last.
-
-    Args:
-        weight: `W₀`.
-        G: the Gram.
-        units: how many there are.
-        keep: how many of them stay, at least 1.
-        panel: columns whose removals are gathered, where a unit is one column.
-    """
-    return [unit for unit, _ in removal_path(weight, G, units, keep, panel)]
 
 
 def removal_path(
@@ -102,7 +83,17 @@ def removal_path(
     """Return the units that go, first to last, and what each costs once the rest is refitted.
 
     Costs are squares of outputs, summed over the tokens of the Gram, with the ridge's share, in
-    units of the path's own. Arguments and errors are those of `removal_order`.
+    units of the path's own.
+
+    Args:
+        weight: `W₀`.
+        G: the Gram.
+        units: how many there are.
+        keep: how many of them stay, at least 1.
+        panel: columns whose removals are gathered, where a unit is one column.
+
+    Raises:
+        NumericalError: the weight is not finite.
     """
     if not torch.isfinite(weight).all():
         raise NumericalError("the weight holds NaN or Inf")
@@ -110,15 +101,15 @@ def removal_path(
         return []
     # Panels of columns, or single units of several columns, until `keep` are left. The last removal
     # needs no update of A and N.
-    rest = _Rest.of(weight, G, units)
+    state = _Elimination.of(weight, G, units)
     path: list[tuple[int, float]] = []
     while True:
-        left = units - keep - len(path)
-        gone, costs, L, U = rest.panel(min(panel, left)) if rest.width == 1 else rest.group()
-        path += zip(rest.names[gone].tolist(), costs, strict=True)
-        if len(gone) == left:
+        excess = units - keep - len(path)
+        gone, costs, L, U = state.panel(min(panel, excess)) if state.width == 1 else state.group()
+        path += zip(state.names[gone].tolist(), costs, strict=True)
+        if len(gone) == excess:
             return path
-        rest.remove(gone, L, U)
+        state.remove(gone, L, U)
 
 
 Removal = tuple[list[int], list[float], Float[Tensor, "b n"], Float[Tensor, "b n"]]
@@ -127,14 +118,14 @@ and U."""
 
 
 @dataclass(eq=False)
-class _Rest:
+class _Elimination:
     """State of the elimination at the start of a panel.
 
     Attributes:
         A: the inverse above, lower triangle, with columns that went and were not yet dropped.
         N: `WᵀW`, likewise.
         width: columns of a unit.
-        least: a bound below all eigenvalues of A, whatever is removed; only rounding goes below.
+        floor: a bound below all eigenvalues of A, whatever is removed; only rounding goes below.
         names: the original indices of the units that A and N hold.
         stays: which of these are left.
     """
@@ -142,12 +133,14 @@ class _Rest:
     A: Float[Tensor, "n n"]
     N: Float[Tensor, "n n"]
     width: int
-    least: float
+    floor: float
     names: Int[Tensor, " u"]
     stays: Bool[Tensor, " u"]
 
     @classmethod
-    def of(cls, weight: Float[Tensor, "m d"], G: Float[Tensor, "d d"], units: int) -> "_Rest":
+    def of(
+        cls, weight: Float[Tensor, "m d"], G: Float[Tensor, "d d"], units: int
+    ) -> "_Elimination":
         """Return the state before any removal.
 
         Costs are only compared, so the weight is measured in units of its own.
@@ -157,8 +150,8 @@ class _Rest:
         A, ridge = regularized_inverse(G, RIDGE, SHRINKAGE)
         N, unit = torch.zeros_like(A), power_of_two(weight)
         for rows in weight.split(_STRIP):
-            part = rows.to(A.dtype) / unit
-            _add(N, part, part)
+            scaled = rows.to(A.dtype) / unit
+            _add(N, scaled, scaled)
         names, stays = torch.arange(units), torch.ones(units, dtype=torch.bool)
         # No eigenvalue of G + δ diag G exceeds its trace.
         least = RIDGE / (d * ridge * (1 + SHRINKAGE + RIDGE))
@@ -182,7 +175,7 @@ class _Rest:
             V = (_rows(N, j, j + 1)[0] - u_j @ L[:t] - l_j @ U[:t]) / root
             U[t] = V - half * L[t]
             # Diagonals only: A_jj − L_tj² and N_jj − 2 U_tj L_tj. The rest is updated at the end.
-            a = (a - L[t].square()).clamp_min_(self.least)
+            a = (a - L[t].square()).clamp_min_(self.floor)
             w = (w - 2 * U[t] * L[t]).clamp_min_(0)
             out[j] = True
             gone.append(j)
@@ -197,11 +190,11 @@ class _Rest:
         N_gg = torch.stack([_diagonal_block(N, i, i + c) for i in starts])
         costs = torch.cholesky_solve(N_gg, C).diagonal(dim1=1, dim2=2).sum(dim=1)
         g = _cheapest(costs.clamp_min_(0))
-        here = slice(g * c, (g + 1) * c)
+        start, stop = g * c, (g + 1) * c
         # The cheapest unit's L = C⁻¹ A_g:, V = C⁻¹ N_g:, K = V_:g C⁻ᵀ, U = V − ½ K L
-        L = _divided(_rows(A, here.start, here.stop), C[g])
-        V = _divided(_rows(N, here.start, here.stop), C[g])
-        K = _divided(V[:, here].T, C[g])
+        L = _divided(_rows(A, start, stop), C[g])
+        V = _divided(_rows(N, start, stop), C[g])
+        K = _divided(V[:, start:stop].T, C[g])
         return [g], [float(costs[g])], L, V - K @ L / 2
 
     def remove(self, gone: list[int], L: Float[Tensor, "b n"], U: Float[Tensor, "b n"]) -> None:

@@ -36,18 +36,16 @@ def _by_default(table: Iterable[Setting]) -> tuple[Setting, ...]:
         if item.name == "preset" or item.name not in brought:
             return item
         plain, value = item.otherwise or shown(item.default), shown(brought[item.name])
-        both = (
-            f"{plain}; {value} in {DEFAULT_PRESET}"
-            if item.methods
-            else f"{value}; {plain} in paper"
-        )
+        both = f"{value}; {plain} in paper"
+        if item.methods:
+            both = f"{plain}; {value} in {DEFAULT_PRESET}"
         return replace(item, otherwise=both)
 
     return tuple(map(described, table))
 
 
 PARTS = (Pruning, Reconstruction, Calibration, Runtime)
-RECIPE = _by_default(item for part_class in PARTS for item in part_class.table())
+RECIPE = _by_default(item for settings in PARTS for item in settings.table())
 """Settings of every recipe."""
 OPTIONS = _by_default(_options())
 """Options of the compensations."""

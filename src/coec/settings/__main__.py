@@ -1,6 +1,7 @@
 """Print docs/SETTINGS.md: all settings as Markdown tables. With the argument `typed`: typed.py."""
 
 import sys
+from collections.abc import Mapping
 
 from coec.settings import OPTIONS, PARTS, RECIPE, TABLE, Setting
 from coec.settings.fields import shown
@@ -19,10 +20,10 @@ _WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
 def document() -> str:
     """A table for every part of a recipe, and one for every set of compensations with options."""
     groups: dict[str, tuple[str, tuple[Setting, ...]]] = {}
-    for part in PARTS:
-        members = {item.name for item in part.table()}
+    for settings in PARTS:
+        members = {item.name for item in settings.table()}
         described = tuple(item for item in RECIPE if item.name in members)
-        groups[part.__name__] = (part.__doc__ or "").splitlines()[0], described
+        groups[settings.__name__] = (settings.__doc__ or "").splitlines()[0], described
     for methods in dict.fromkeys(option.methods for option in OPTIONS):
         names = ", ".join(f"`{name}`" for name in methods)
         fields = tuple(option for option in OPTIONS if option.methods == methods)
@@ -37,23 +38,28 @@ def document() -> str:
 
 def typed() -> str:
     """Return the source of typed.py: for all settings their types, as keyword arguments."""
-    parts = [
+    head = (
         '"""Settings as keyword arguments, for editors and type checkers.\n\n'
         'Written by `python -m coec.settings typed`.\n"""\n\n'
-        "from typing import Any, Literal, TypedDict"
-    ]
-    groups = {"PruningSettings": TABLE, "RecoverySettings": tuple(Recovery.table())}
-    for name, table in groups.items():
-        of = "pruning, of its" if name == "PruningSettings" else "training, of its"
-        parts.append(
-            f"\n\nclass {name}(TypedDict, total=False):\n"
-            f'    """Settings of a {of} text and of the machine."""'
-        )
-        parts.append("")
-        parts += [f"    {item.name}: {_annotation(item)}" for item in table]
-        if name == "PruningSettings":
-            parts += ["    options: dict[str, Any]", "    trust_remote_code: bool"]
-    return "\n".join(parts) + "\n"
+        "from typing import Any, Literal, TypedDict\n"
+    )
+    pruning = {item.name: _annotation(item) for item in TABLE}
+    pruning |= {"options": "dict[str, Any]", "trust_remote_code": "bool"}
+    recovery = {item.name: _annotation(item) for item in Recovery.table()}
+    return (
+        head
+        + _typed("PruningSettings", "pruning", pruning)
+        + _typed("RecoverySettings", "training", recovery)
+    )
+
+
+def _typed(name: str, work: str, annotations: Mapping[str, str]) -> str:
+    """Return the source of one class of keyword arguments."""
+    fields = "".join(f"    {field}: {annotation}\n" for field, annotation in annotations.items())
+    return (
+        f"\n\nclass {name}(TypedDict, total=False):\n"
+        f'    """Settings of a {work}, of its text and of the machine."""\n\n{fields}'
+    )
 
 
 def _annotation(item: Setting) -> str:

@@ -1,9 +1,12 @@
-"""How a setting is declared: one field of a dataclass holds its default, its limits and its help.
+"""How a setting is declared: one field of a dataclass holds its default and its limits.
 
-Flags, keys of files, help texts and docs/SETTINGS.md are made of these fields.
+What the docstring of the dataclass says of the field is the setting's help. Flags, keys of files,
+help texts and docs/SETTINGS.md are made of these fields.
 """
 
 import dataclasses
+import inspect
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -70,7 +73,7 @@ class Setting:
         if isinstance(self.kind, tuple):
             self._check_name(value)
         elif self.kind is int:
-            self._check_whole(value)
+            check_whole(self.name, value, self.least)
         elif self.kind is float:
             self._check_number(value)
         elif self.kind is str:
@@ -93,14 +96,6 @@ class Setting:
         elif not isinstance(value, str) or value not in self.kind:
             raise OptionError(f"{self.name} must be one of {names}, got {value!r:.80}")
 
-    def _check_whole(self, value: Any) -> None:
-        if self.least is not None:
-            check_whole(self.name, value, int(self.least))
-            return
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise OptionError(f"{self.name} must be a whole number, got {value!r:.80}")
-        _check_bits(self.name, value, _BITS)
-
     def _check_number(self, value: Any) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool):
             kinds = " or ".join(("a number", *self.words))
@@ -122,15 +117,14 @@ class Setting:
             raise OptionError(f"{self.name} must be text without NUL characters, got {value!r:.80}")
 
 
-def setting(default: _Value, help: str, *, key: str = "", **declaration: Any) -> Any:
+def setting(default: _Value, *, key: str = "", **declaration: Any) -> Any:
     """Declare a field as a setting, whose kind is the field's annotation.
 
     Args:
-        default, help, declaration: as in `Setting`.
+        default, declaration: as in `Setting`.
         key: what flags and files call the field, where that is not its name.
     """
-    declared = {"help": help, **declaration}
-    return dataclasses.field(default=default, metadata={DECLARED: declared, "key": key})
+    return dataclasses.field(default=default, metadata={DECLARED: declaration, "key": key})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,18 +162,27 @@ _DECLARED: dict[type, dict[str, Setting]] = {}
 def declared(cls: type) -> dict[str, Setting]:
     """The settings of a dataclass by the names of its fields."""
     if cls not in _DECLARED:
-        hints = get_type_hints(cls)
+        hints, said = get_type_hints(cls), _attributes(cls)
         _DECLARED[cls] = {
             field.name: of_annotation(
                 field.metadata["key"] or field.name,
                 hints[field.name],
                 field.default,
+                help=said.get(field.name, ""),
                 **field.metadata[DECLARED],
             )
             for field in dataclasses.fields(cls)
             if DECLARED in field.metadata
         }
     return _DECLARED[cls]
+
+
+def _attributes(cls: type) -> dict[str, str]:
+    """Return what a docstring says of every attribute, by name, each in one line."""
+    _, _, section = (inspect.getdoc(cls) or "").partition("Attributes:\n")
+    # An entry goes on in lines that are indented further than its name.
+    entries = re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def of_annotation(name: str, annotation: Any, default: Any, **declaration: Any) -> Setting:
@@ -232,11 +235,13 @@ def nth_seed(seed: int, number: int) -> int:
     return (seed * 1_000_003 + number) % SEEDS
 
 
-def check_whole(name: str, value: Any, least: int = 1) -> int:
+def check_whole(name: str, value: Any, least: float | None = 1) -> int:
     """The value as Python's own; raises OptionError unless it is whole and at least `least`."""
     value = plain(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r:.80}")
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least:g}"
+        raise OptionError(f"{name} must be a whole number{bound}, got {value!r:.80}")
     _check_bits(name, value, _BITS)
     return value
 

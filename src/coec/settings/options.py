@@ -33,51 +33,47 @@ class Options(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class CoecOptions(Options):
-    """Options of COEC (docs/METHODS.md §5)."""
+    """Options of COEC (docs/METHODS.md §5).
 
-    alpha: float = setting(
-        0.9, "Gram tempering exponent in [0, 1]; 1 is off, 0 returns the slice.", least=0, most=1
-    )
-    rotation: Rotation = setting(
-        "two-sided",
-        "Which side turns; `better` runs left and right alone and keeps what ends lower.",
-    )
-    parameterization: Parameterization = setting(
-        "stiefel", "`stiefel` turns the b×k frame, `full` the whole of O(k)."
-    )
-    start: Start = setting(
-        "identity",
-        "Of every right solve: where the frame is, or the one-sided Procrustes solution.",
-    )
-    slices: int = setting(
-        1, "Contiguous groups of output rows, each compensated on its own.", least=1
-    )
-    rescale: Rescale = setting(
-        "gcv", "`gcv`, `fixed` (λ = rescale_ridge × median mode energy) or `uniform` (one scale)."
-    )
-    rescale_ridge: float = setting(1.0, 'For `rescale = "fixed"`.', least=0)
-    kappa: float = setting(10.0, "The band of a mode around the global scale, at least 1.", least=1)
-    solver: Solver = setting(
-        "joint",
-        "`joint` (conjugate gradient, the left factor following), `conjugate` (the left factor "
-        "held) or `gradient` (the source's).",
-    )
-    retraction: Retraction = setting(
-        "auto", "Of `gradient`: `auto` (Cayley for square frames, polar for others) or `polar`."
-    )
-    delta: float = setting(7e-4, "`gradient` stops when the rotation changes by less.", least=0)
-    precision: float = setting(
-        1e-4,
-        "`joint` and `conjugate` stop when a step lowers the objective by a smaller fraction.",
-        least=0,
-    )
-    iterations: int = setting(200, "At most so many steps in one right solve.", least=1)
-    rounds: int = setting(50, "At most so many rounds.", least=0)
-    tol: float = setting(
-        1e-4, "Stop when a round changes the objective, relative to `‖Y‖²`, by less.", least=0
-    )
-    lambda_a: float = setting(50.0, "Weight of the alignment penalty.", least=0)
-    r_p: int = setting(16, "Rank of the aligned subspaces, capped at the frame's.", least=1)
+    Attributes:
+        alpha: Gram tempering exponent in [0, 1]; 1 is off, 0 returns the slice.
+        rotation: Which side turns; `better` runs left and right alone and keeps what ends lower.
+        parameterization: `stiefel` turns the b×k frame, `full` the whole of O(k).
+        start: Of every right solve: where the frame is, or the one-sided Procrustes solution.
+        slices: Contiguous groups of output rows, each compensated on its own.
+        rescale: `gcv`, `fixed` (λ = rescale_ridge × median mode energy) or `uniform` (one scale).
+        rescale_ridge: For `rescale = "fixed"`.
+        kappa: The band of a mode around the global scale, at least 1.
+        solver: `joint` (conjugate gradient, the left factor following), `conjugate` (the left
+            factor held) or `gradient` (the source's).
+        retraction: Of `gradient`: `auto` (Cayley for square frames, polar for others) or `polar`.
+        delta: `gradient` stops when the rotation changes by less.
+        precision: `joint` and `conjugate` stop when a step lowers the objective by a smaller
+            fraction.
+        iterations: At most so many steps in one right solve.
+        rounds: At most so many rounds.
+        tol: Stop when a round changes the objective, relative to `‖Y‖²`, by less.
+        lambda_a: Weight of the alignment penalty.
+        r_p: Rank of the aligned subspaces, capped at the frame's.
+    """
+
+    alpha: float = setting(0.9, least=0, most=1)
+    rotation: Rotation = setting("two-sided")
+    parameterization: Parameterization = setting("stiefel")
+    start: Start = setting("identity")
+    slices: int = setting(1, least=1)
+    rescale: Rescale = setting("gcv")
+    rescale_ridge: float = setting(1.0, least=0)
+    kappa: float = setting(10.0, least=1)
+    solver: Solver = setting("joint")
+    retraction: Retraction = setting("auto")
+    delta: float = setting(7e-4, least=0)
+    precision: float = setting(1e-4, least=0)
+    iterations: int = setting(200, least=1)
+    rounds: int = setting(50, least=0)
+    tol: float = setting(1e-4, least=0)
+    lambda_a: float = setting(50.0, least=0)
+    r_p: int = setting(16, least=1)
 
     def idle(self) -> dict[str, str]:
         """Options that have no effect beside the others, and why."""
@@ -112,14 +108,14 @@ class CoecOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RidgeOptions(Options):
-    """Options of the ridge regressions (docs/METHODS.md §4)."""
+    """Options of the ridge regressions (docs/METHODS.md §4).
 
-    ridge: float | Literal["auto"] = setting(
-        1e-2,
-        "λ relative to the mean diagonal of Gxx, at least 0; `auto` has held-out windows choose it "
-        "at every site, or generalized cross-validation where there are none.",
-        least=0,
-    )
+    Attributes:
+        ridge: λ relative to the mean diagonal of Gxx, at least 0; `auto` has held-out windows
+            choose it at every site, or generalized cross-validation where there are none.
+    """
+
+    ridge: float | Literal["auto"] = setting(1e-2, least=0)
 
 
 COMPENSATION_OPTIONS: dict[str, type[Options]] = {

@@ -72,42 +72,51 @@ def _is_multiple(value: str) -> bool:
 class Pruning(Settings):
     """Settings of what is removed, and how the rest is repaired.
 
+    In Python `selection` may also be a function `(weight, gram) -> scores`, with any of `units`,
+    `keep` and `seed` by keyword, and `compensation` a `Method` or a function
+    `(problem, *, options) -> SiteResult`.
+
     Attributes:
-        selection: a name in `SELECTIONS` or a function `(weight, gram) -> scores`, with any of
-            `units`, `keep` and `seed` by keyword.
-        compensation: a name in `COMPENSATIONS`, a `Method`, or a function
-            `(problem, *, options) -> SiteResult`.
+        sparsity: Fraction of units removed, between 0 and 1.
+        attention_sparsity: Fraction of KV groups removed; 0 keeps all.
+        mlp_sparsity: Fraction of MLP channels removed, those of every expert included; 0 keeps all.
+        expert_sparsity: Fraction of whole experts removed, as many in every block: those that add
+            least to the tokens they get. The others lose mlp_sparsity of their channels besides.
+        budget_parameters: Parameters that may be left, at most, embeddings included; below 1, that
+            share of the dense model's. It takes the place of sparsity.
+        multiple_of: Kept MLP channels are rounded up to a multiple of this; `auto` takes the
+            largest of 256, 128, 64 and 32 that adds at most 2 % of them.
+        allocation: Rule that shares the kept units among blocks: `uniform`; `adaptive`, by FLAP's
+            standardised scores; or `error`, where the output error falls most for each parameter.
+            The last two take a second dense pass, and need non_uniform, with which every preset but
+            `paper` takes `error`.
+        non_uniform: Let widths differ by block. No stock class of transformers builds that: a page
+            of code is written with the weights, and loaders must be told to trust it.
+        selection: Score that picks the units.
+        kept: Units that stay, by site: a safetensors or JSON file, or a folder that coec pruned.
+            Sites in it are not selected from.
+        compensation: Method that compensates for removed units.
+        dtype: Dtype of the written weights.
+        target: The loader for which the model type is chosen that is written: transformers loads
+            every one; under another name only what that program loads as it is. `vllm` with
+            non_uniform writes nemotron-nas, a Llama whose channels differ by block; heads are alike
+            in all.
+        solve_dtype: Dtype of the iterations of a compensation; decompositions and errors are
+            float64. `auto` is float64 on a CPU, and on a device that multiplies in it at an eighth
+            of its float32 rate or more, which is measured; else float32.
         options: of the compensation, by name, as they were given; the recipe has them checked.
     """
 
-    sparsity: float = setting(
-        0.3, "Fraction of units removed, between 0 and 1.", check=check_sparsity
-    )
+    sparsity: float = setting(0.3, check=check_sparsity)
     attention_sparsity: float | None = setting(
-        None,
-        "Fraction of KV groups removed; 0 keeps all.",
-        otherwise="sparsity",
-        least=0,
-        check=_share_named("attention_sparsity"),
+        None, otherwise="sparsity", least=0, check=_share_named("attention_sparsity")
     )
     mlp_sparsity: float | None = setting(
-        None,
-        "Fraction of MLP channels removed, those of every expert included; 0 keeps all.",
-        otherwise="sparsity",
-        least=0,
-        check=_share_named("mlp_sparsity"),
+        None, otherwise="sparsity", least=0, check=_share_named("mlp_sparsity")
     )
-    expert_sparsity: float = setting(
-        0.0,
-        "Fraction of whole experts removed, as many in every block: those that add least to the "
-        "tokens they get. The others lose mlp_sparsity of their channels besides.",
-        least=0,
-        check=_share_named("expert_sparsity"),
-    )
+    expert_sparsity: float = setting(0.0, least=0, check=_share_named("expert_sparsity"))
     budget_parameters: float | None = setting(
         None,
-        "Parameters that may be left, at most, embeddings included; below 1, that share of the "
-        "dense model's. It takes the place of sparsity.",
         otherwise="what sparsity leaves",
         check=_must(
             "budget_parameters is a number of parameters, or below 1 a share of the dense model's",
@@ -116,49 +125,17 @@ class Pruning(Settings):
     )
     multiple_of: str = setting(
         "1",
-        "Kept MLP channels are rounded up to a multiple of this; `auto` takes the largest of 256, "
-        "128, 64 and 32 that adds at most 2 % of them.",
         check=_must("multiple_of is a whole number of channels, at least 1, or auto", _is_multiple),
     )
-    allocation: Allocation = setting(
-        "uniform",
-        "Rule that shares the kept units among blocks: `uniform`; `adaptive`, by FLAP's "
-        "standardised scores; or `error`, where the output error falls most for each parameter. "
-        "The last two take a second dense pass, and need non_uniform, with which every preset but "
-        "`paper` takes `error`.",
-    )
-    non_uniform: bool = setting(
-        False,
-        "Let widths differ by block. No stock class of transformers builds that: a page of code is "
-        "written with the weights, and loaders must be told to trust it.",
-    )
-    selection: SelectionName | Callable[..., Any] = setting("rcpu", "Score that picks the units.")
-    kept: Kept | None = setting(
-        None,
-        "Units that stay, by site: a safetensors or JSON file, or a folder that coec pruned. Sites "
-        "in it are not selected from.",
-        otherwise="none: all are selected",
-        objects=True,
-    )
-    compensation: CompensationName | Callable[..., Any] = setting(
-        "coec", "Method that compensates for removed units."
-    )
+    allocation: Allocation = setting("uniform")
+    non_uniform: bool = setting(False)
+    selection: SelectionName | Callable[..., Any] = setting("rcpu")
+    kept: Kept | None = setting(None, otherwise="none: all are selected", objects=True)
+    compensation: CompensationName | Callable[..., Any] = setting("coec")
     options: dict[str, Any] = field(default_factory=dict)
-    dtype: DtypeName | None = setting(
-        None, "Dtype of the written weights.", otherwise="the model's"
-    )
-    target: TargetName = setting(
-        "hf",
-        "The loader for which the model type is chosen that is written: transformers loads every "
-        "one; under another name only what that program loads as it is. `vllm` with non_uniform "
-        "writes nemotron-nas, a Llama whose channels differ by block; heads are alike in all.",
-    )
-    solve_dtype: SolveDtypeName = setting(
-        "auto",
-        "Dtype of the iterations of a compensation; decompositions and errors are float64. `auto` "
-        "is float64 on a CPU, and on a device that multiplies in it at an eighth of its float32 "
-        "rate or more, which is measured; else float32.",
-    )
+    dtype: DtypeName | None = setting(None, otherwise="the model's")
+    target: TargetName = setting("hf")
+    solve_dtype: SolveDtypeName = setting("auto")
 
     def __post_init__(self) -> None:
         multiple = plain(self.multiple_of)
@@ -200,53 +177,36 @@ class Reconstruction(Settings):
     """Settings beyond the paper: the pruned model runs beside the dense one, trained towards it.
 
     Attributes:
+        preset: Set of defaults: `paper` (COEC as published), `fast` (closed forms, block after
+            block), `balanced` (every block trained, briefly) or `best` (for longer); any setting
+            given beside it wins.
+        propagate: Statistics of the inputs that the pruned model has, and targets that hold the
+            error made so far.
+        reconstruct: Passes over the calibration windows in which each block, all its weights, is
+            trained towards the dense model's hidden states behind it. 0 is off.
+        reconstruct_rate: Learning rate of this training, relative to the root mean square of each
+            stored weight matrix; it falls linearly to 0.
+        prediction_passes: Passes in which the last block is then trained towards the dense model's
+            predictions. 0 is off.
+        token_weights: Weights of tokens in statistics and training: `equal`, or `residual`, one
+            over the mean square of the hidden state, which is what the next norm divides by.
+        final_norm: Rescale the final norm's channels, kept where held-out perplexity falls.
+        kv_groups: Number that is kept: `uniform`, by the fraction of everything else; `all`, with
+            the MLP cut more for the same parameters; `held-out`, whichever has the lower KL to the
+            dense model on held-out windows, or what allocation = error gives every block.
         left_out: why the pruned model is not run beside the dense one though the preset says so.
     """
 
-    preset: PresetName = setting(
-        "paper",
-        "Set of defaults: `paper` (COEC as published), `fast` (closed forms, block after block), "
-        "`balanced` (every block trained, briefly) or `best` (for longer); any setting "
-        "given beside it wins.",
-        otherwise=DEFAULT_PRESET,
-    )
-    propagate: bool = setting(
-        False,
-        "Statistics of the inputs that the pruned model has, and targets that hold the error made "
-        "so far.",
-    )
-    reconstruct: int = setting(
-        0,
-        "Passes over the calibration windows in which each block, all its weights, is trained "
-        "towards the dense model's hidden states behind it. 0 is off.",
-        least=0,
-    )
+    preset: PresetName = setting("paper", otherwise=DEFAULT_PRESET)
+    propagate: bool = setting(False)
+    reconstruct: int = setting(0, least=0)
     reconstruct_rate: float = setting(
-        0.01,
-        "Learning rate of this training, relative to the root mean square of each stored weight "
-        "matrix; it falls linearly to 0.",
-        check=_must("reconstruct_rate is above 0 and below 1", lambda rate: 0 < rate < 1),
+        0.01, check=_must("reconstruct_rate is above 0 and below 1", lambda rate: 0 < rate < 1)
     )
-    prediction_passes: int = setting(
-        0,
-        "Passes in which the last block is then trained towards the dense model's predictions. 0 "
-        "is off.",
-        least=0,
-    )
-    token_weights: TokenWeights = setting(
-        "equal",
-        "Weights of tokens in statistics and training: `equal`, or `residual`, one over the mean "
-        "square of the hidden state, which is what the next norm divides by.",
-    )
-    final_norm: bool = setting(
-        False, "Rescale the final norm's channels, kept where held-out perplexity falls."
-    )
-    kv_groups: KvGroups = setting(
-        "uniform",
-        "Number that is kept: `uniform`, by the fraction of everything else; `all`, with the MLP "
-        "cut more for the same parameters; `held-out`, whichever has the lower KL to the dense "
-        "model on held-out windows, or what allocation = error gives every block.",
-    )
+    prediction_passes: int = setting(0, least=0)
+    token_weights: TokenWeights = setting("equal")
+    final_norm: bool = setting(False)
+    kv_groups: KvGroups = setting("uniform")
     left_out: str = ""
 
     @property
@@ -278,57 +238,53 @@ class Calibration(Settings):
     """Settings that statistics depend on, besides the dense model.
 
     Attributes:
+        source: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train splits); self
+            (text sampled from the model); a .txt, .jsonl, .parquet, .npy or .safetensors file; or
+            several of these but self, with shares of the windows: a.txt=2,b.jsonl=1.
+        text_column: Column of a jsonl or parquet file, or of a hub: data set.
+        samples: Calibration windows.
+        seq_len: Tokens per window.
+        seed: Draws the windows.
+        holdout: Fraction of the windows, at least one, not fitted on, whose error the report has
+            too.
+        guard: Where tokens are few for the columns that are fitted, let held-out windows say how
+            far every compensation is followed: those of holdout, or a quarter, fitted on in the
+            end.
+        self_samples: Windows sampled from the model itself, besides those of the text, for each of
+            them; none is held out. Needs the whole model in memory.
+        bos: Begin every window of a text with the tokens that the tokenizer puts before a text:
+            `on`, `off` (the first of all windows may have them), or `auto`, whichever the dense
+            model predicts a few windows better with. Token ids are taken as they are.
+        forward_dtype: Dtype of the dense forward pass.
         judging: the fraction of the windows that judge repairs where `holdout` is 0; see
             `coec.calibration.windows.with_judges`.
         summed: True where training sums over tokens in the dtype of the forward pass.
     """
 
-    source: Source = setting(
-        "wikitext2",
-        "wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train splits); self (text "
-        "sampled from the model); a .txt, .jsonl, .parquet, .npy or .safetensors file; or several "
-        "of these but self, with shares of the windows: a.txt=2,b.jsonl=1.",
-        key="calibration",
-        objects=True,
-    )
-    text_column: str = setting("text", "Column of a jsonl or parquet file, or of a hub: data set.")
-    samples: int = setting(128, "Calibration windows.", least=1)
-    seq_len: int | None = setting(
-        None, "Tokens per window.", otherwise="2048, or the model's maximum if less", least=2
-    )
-    seed: int = setting(0, "Draws the windows.", least=0, check=check_seed)
+    source: Source = setting("wikitext2", key="calibration", objects=True)
+    text_column: str = setting("text")
+    samples: int = setting(128, least=1)
+    seq_len: int | None = setting(None, otherwise="2048, or the model's maximum if less", least=2)
+    seed: int = setting(0, least=0, check=check_seed)
     holdout: float = setting(
         0.0,
-        "Fraction of the windows, at least one, not fitted on, whose error the report has too.",
         check=_must(
             "holdout is a fraction of the windows, at least 0 and below 1",
             lambda holdout: 0 <= holdout < 1,
         ),
     )
-    guard: bool = setting(
-        True,
-        "Where tokens are few for the columns that are fitted, let held-out windows say how far "
-        "every compensation is followed: those of holdout, or a quarter, fitted on in the end.",
-    )
+    guard: bool = setting(True)
     self_samples: float = setting(
         0.0,
-        "Windows sampled from the model itself, besides those of the text, for each of them; none "
-        "is held out. Needs the whole model in memory.",
         check=_must(
             "self_samples is how many windows the model adds for each of the text's, at least 0 "
             f"and below {LARGEST_SHARE}",
             lambda samples: 0 <= samples < LARGEST_SHARE,
         ),
     )
-    bos: StartRule = setting(
-        "off",
-        "Begin every window of a text with the tokens that the tokenizer puts before a text: `on`, "
-        "`off` (the first of all windows may have them), or `auto`, whichever the dense model "
-        "predicts a few windows better with. Token ids are taken as they are.",
-    )
+    bos: StartRule = setting("off")
     forward_dtype: DtypeName | None = setting(
         None,
-        "Dtype of the dense forward pass.",
         otherwise="the model's on a GPU, where training takes bfloat16 for float16; float32 on "
         "the CPU",
     )
@@ -366,26 +322,23 @@ class Runtime(Settings):
     """Settings of where work is done, by which results differ as rounding does, and of trust.
 
     Attributes:
+        device: auto (a GPU where there is one), cpu, cuda, cuda:1, …
+        executor: Where work is done: `here`, in this process, or on a `ray` cluster, by workers
+            that share the windows and by tasks that solve the blocks. The result is the same.
+        address: Address of a Ray cluster: HOST:PORT of its head, or auto for the cluster of this
+            machine.
+        workers: Workers that share the calibration windows.
         trust_remote_code: lets the model's tokenizer run Python code that comes with the model. A
             flag or a caller gives it, and no file can.
     """
 
-    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, …")
-    executor: ExecutorName = setting(
-        "here",
-        "Where work is done: `here`, in this process, or on a `ray` cluster, by workers that share "
-        "the windows and by tasks that solve the blocks. The result is the same.",
-    )
+    device: str = setting("auto")
+    executor: ExecutorName = setting("here")
     address: str | None = setting(
-        None,
-        "Address of a Ray cluster: HOST:PORT of its head, or auto for the cluster of this machine.",
-        otherwise="a cluster of this machine alone, for the time of the run",
+        None, otherwise="a cluster of this machine alone, for the time of the run"
     )
     workers: int | None = setting(
-        None,
-        "Workers that share the calibration windows.",
-        otherwise="one for each GPU, or for as many cores as a process uses",
-        least=1,
+        None, otherwise="one for each GPU, or for as many cores as a process uses", least=1
     )
     trust_remote_code: bool = False
 

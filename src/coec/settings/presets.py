@@ -27,23 +27,23 @@ class Preset:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+_CLOSED_FORMS = {
+    "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice", "ridge": 1.0,
+    "allocation": "error", "propagate": True, "token_weights": "residual",
+}  # fmt: skip
+"""What all presets but the published method begin with."""
+
 PRESETS: dict[PresetName, Preset] = {
     "paper": Preset("COEC as published.", 2.0),
     "fast": Preset(
         "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
         1.0,
-        {
-            "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
-            "ridge": 0.1, "allocation": "error", "propagate": True, "token_weights": "residual",
-            "bos": "auto",
-        },
+        _CLOSED_FORMS | {"ridge": 0.1, "bos": "auto"},
     ),
     "balanced": Preset(
         "Every block trained, briefly, towards the dense model's hidden states.",
         4.0,
-        {
-            "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
-            "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
+        _CLOSED_FORMS | {
             "reconstruct": 4, "prediction_passes": 2, "final_norm": True, "holdout": HELD_OUT,
             "bos": "auto",
         },
@@ -52,9 +52,7 @@ PRESETS: dict[PresetName, Preset] = {
         "Every block trained for longer; uniform widths keep the number of KV groups that held-out "
         "windows choose.",
         6.5,
-        {
-            "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
-            "ridge": 1.0, "allocation": "error", "propagate": True, "token_weights": "residual",
+        _CLOSED_FORMS | {
             "reconstruct": 8, "reconstruct_rate": 0.005, "prediction_passes": 6,
             "final_norm": True, "kv_groups": "held-out", "holdout": HELD_OUT, "bos": "auto",
         },

@@ -45,70 +45,49 @@ def check_installed(*packages: str) -> None:
 class Recovery(Settings):
     """Settings of a recovery: its text, its budget, and how weights are trained.
 
+    `tokens` is a number once the object is made; None where `minutes` decides.
+
     Attributes:
-        tokens: as a number; None where `minutes` decides.
+        text: What is trained on: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their
+            train splits); self (text that the dense model writes); a .txt, .jsonl, .parquet, .npy
+            or .safetensors file; or a mixture, as in calibration.
+        tokens: Budget in tokens, such as 300k or 20M.
+        minutes: Budget in minutes of training instead, by the speed of the first steps.
+        lora: Train low-rank additions of this rank to every linear layer, and add them in the end,
+            instead of all weights.
+        learning_rate: Peak of the learning rate, which falls to zero.
+        cross_entropy: Share of the text's own cross-entropy in the loss; the rest is the divergence
+            from the dense model.
+        batch_size: Windows for each step of the optimiser.
+        seq_len: Tokens per window.
+        teacher: The dense model: `beside` the pruned one in memory, or its most probable next
+            tokens `stored` on the disk before training.
+        checkpointing: Compute activations again instead of keeping them: less memory, a third more
+            time.
+        seed: Chooses the held-out windows and the order of the others.
+        text_column: Column of a jsonl or parquet file, or of a hub: data set.
+        device: auto (a GPU where there is one), cpu, cuda, cuda:1, …
     """
 
-    text: Source = setting(
-        "wikitext2",
-        "What is trained on: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train "
-        "splits); self (text that the dense model writes); a .txt, .jsonl, .parquet, .npy or "
-        ".safetensors file; or a mixture, as in calibration.",
-        objects=True,
-    )
-    tokens: Any = setting(
-        None, "Budget in tokens, such as 300k or 20M.", otherwise="10M, or what minutes are for"
-    )
-    minutes: float | None = setting(
-        None,
-        "Budget in minutes of training instead, by the speed of the first steps.",
-        otherwise="none",
-        least=0,
-    )
-    lora: int | None = setting(
-        None,
-        "Train low-rank additions of this rank to every linear layer, and add them in the end, "
-        "instead of all weights.",
-        otherwise="all weights are trained",
-        least=1,
-    )
+    text: Source = setting("wikitext2", objects=True)
+    tokens: Any = setting(None, otherwise="10M, or what minutes are for")
+    minutes: float | None = setting(None, otherwise="none", least=0)
+    lora: int | None = setting(None, otherwise="all weights are trained", least=1)
     learning_rate: float | None = setting(
-        None,
-        "Peak of the learning rate, which falls to zero.",
-        otherwise="by the size of the weights (docs/RECOVER.md)",
-        least=0,
+        None, otherwise="by the size of the weights (docs/RECOVER.md)", least=0
     )
-    cross_entropy: float = setting(
-        0.0,
-        "Share of the text's own cross-entropy in the loss; the rest is the divergence from the "
-        "dense model.",
-        least=0,
-        most=1,
-    )
+    cross_entropy: float = setting(0.0, least=0, most=1)
     batch_size: int | None = setting(
         None,
-        "Windows for each step of the optimiser.",
         otherwise=f"{_MOST_WINDOWS}, or fewer where a budget would not give {_LEAST_STEPS} steps",
         least=1,
     )
-    seq_len: int | None = setting(
-        None, "Tokens per window.", otherwise="2048, or the model's maximum if less", least=2
-    )
-    teacher: TeacherPlace = setting(
-        "beside",
-        "The dense model: `beside` the pruned one in memory, or its most probable next tokens "
-        "`stored` on the disk before training.",
-    )
-    checkpointing: bool | None = setting(
-        None,
-        "Compute activations again instead of keeping them: less memory, a third more time.",
-        otherwise="where they would not fit",
-    )
-    seed: int = setting(
-        0, "Chooses the held-out windows and the order of the others.", least=0, check=check_seed
-    )
-    text_column: str = setting("text", "Column of a jsonl or parquet file, or of a hub: data set.")
-    device: str = setting("auto", "auto (a GPU where there is one), cpu, cuda, cuda:1, …")
+    seq_len: int | None = setting(None, otherwise="2048, or the model's maximum if less", least=2)
+    teacher: TeacherPlace = setting("beside")
+    checkpointing: bool | None = setting(None, otherwise="where they would not fit")
+    seed: int = setting(0, least=0, check=check_seed)
+    text_column: str = setting("text")
+    device: str = setting("auto")
 
     def __post_init__(self) -> None:
         super().__post_init__()
