@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coec import CoecError
 from coec.allocation.kept import KEPT
 from coec.calibration.tokens import load_tokenizer
-from coec.cli.common import quieten, results, show_table
+from coec.cli.common import quieten, results, table
 from coec.cli.progress import showing_progress
 from coec.demo.plot import draw
 from coec.evaluation.perplexity import Perplexity, perplexity
@@ -101,7 +101,8 @@ def _show(reports: dict[str, Report], scores: dict[str, Perplexity]) -> None:
             f"{sum(reports[method].seconds.values()):.1f}",
         ))  # fmt: skip
     results.print("\nfive repairs of the same kept units, and best")
-    show_table(("repair", "perplexity", "KL to dense", "same token", "parameters", "seconds"), rows)
+    heads = ("repair", "perplexity", "KL to dense", "same token", "parameters", "seconds")
+    results.print(table(heads, rows))
 
 
 def _continue_text(folder: Path) -> None:
