@@ -35,7 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
     "unguarded": {"guard": False},
     "few": {"samples": 4},
     "many": {"samples": 128},
-    "sampled": {"self_samples": 1.0},
     "self": {"calibration": "self"},
     "adaptive": {"allocation": "adaptive", "non_uniform": True},
     "error": {"allocation": "error", "non_uniform": True, "preset": "fast"},

@@ -520,7 +520,7 @@ def test_a_preset_can_be_taken_in_parts(dense, tokens, tmp_path):
     whole = pruned(dense, tmp_path / "whole", tokens, preset="best", **QUICK)
     settings = {k: whole.recipe[k] for k in
                 ("selection", "compensation", "propagate", "token_weights", "final_norm",
-                 "kv_groups", "holdout", "self_samples", "reconstruct_rate")}  # fmt: skip
+                 "kv_groups", "holdout", "reconstruct_rate")}  # fmt: skip
     pruned(dense, tmp_path / "parts", tokens, **settings, **whole.recipe["options"], **QUICK)
     one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "parts"))
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -55,11 +55,12 @@ def test_phases_are_those_of_the_run(folder):
     assert names(folder) == [
         "checking", "calibrating", "solving attention", "solving mlp", "writing",
     ]  # fmt: skip
-    best = names(folder, preset="best", self_samples=1.0, prediction_passes=1)
-    assert best[:3] == ["checking", "measuring bos", "sampling text"]
+    best = names(folder, preset="best", calibration="self", prediction_passes=1)
+    assert best[:2] == ["checking", "sampling text"]
+    assert names(folder, preset="best")[1] == "measuring bos"
     for text in ({"calibration": "self"}, {"bos": "off"}):
         assert "measuring bos" not in names(folder, preset="best", **text)
-    assert best[3:-1] == [
+    assert best[2:-1] == [
         "passes", "solving attention", "solving mlp", "training blocks", "training on predictions",
         "predicting",
     ]  # fmt: skip
@@ -243,11 +244,15 @@ def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
     [
         (24e9, 16, None),  # a card's
         (48e9, 64, None),
-        (12e9, 1, "^sampling text needs about 16.* GB .*: set self_samples = 0, or device = cpu$"),
+        (
+            12e9,
+            1,
+            "^sampling text needs about 16.* GB .*on a text, not on self, or set device = cpu$",
+        ),
     ],
 )
 def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said):
-    recipe = Recipe(preset="best", self_samples=1.0, solve_dtype="float64")
+    recipe = Recipe(preset="best", calibration="self", solve_dtype="float64")
     plan = Plan.of(Description.of(LLAMA_8B), recipe)
     card = FreeMemory(int(free), None)
     how = within(plan, ComputeConfig.of(plan, CUDA), card)

@@ -149,7 +149,7 @@ def test_predictions_that_are_not_finite_choose_nothing(dense, text, monkeypatch
 def test_a_mixture_begins_with_it_in_every_part(dense, text, tmp_path, monkeypatch):
     other = tm.text_file(tmp_path / "other.txt", 2000)
     decided(monkeypatch, 1.0, 2.0)
-    windows = made(dense, f"{text}=2,{other}", "auto", self_samples=0.5)
+    windows = made(dense, f"{text}=2,{other}", "auto")
     assert (windows.ids[:6, 0] == 0).all()
     assert (windows.ids[:6, 1:] > 1).all()
     assert windows.record()["bos"] is True

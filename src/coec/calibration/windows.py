@@ -49,7 +49,6 @@ class Windows:
     Attributes:
         available: number of tokens in the source.
         text_sha256: of a mixture those of its texts, with commas between.
-        sampled: number of windows, the last ones, that were sampled from the model in addition.
         bos: true if every window that was cut from a text begins with the tokenizer's start.
         bos_cross_entropy: of the dense model on the same text, in nats per token, with the start
             (`on`) and without (`off`); None where nothing was measured.
@@ -63,7 +62,6 @@ class Windows:
     characters: int = 0
     in_pieces: bool = False
     chats: int = 0
-    sampled: int = 0
     bos: bool = False
     bos_cross_entropy: dict[str, float] | None = None
 
@@ -77,10 +75,6 @@ class Windows:
         """Rebuild the windows of a record."""
         kept = {field.name: record[field.name] for field in fields(cls) if field.name in record}
         return cls(ids, available=record["tokens_available"], **kept)
-
-    def and_sampled(self, ids: Int[Tensor, "m length"]) -> "Windows":
-        """Append windows that were sampled from the model."""
-        return replace(self, ids=torch.cat([self.ids, ids]), sampled=self.sampled + len(ids))
 
     def record(self) -> JsonDict:
         """Describe the windows for the report."""
@@ -127,8 +121,7 @@ def by_source(calibration: Calibration) -> list[Calibration]:
     names, shares = zip(*sources, strict=True)
     if "self" in names:
         raise CalibrationError(
-            f"'{source}' mixes a text with what the model writes: leave self out, and set "
-            "self_samples to the windows that it writes for each of the text's"
+            f"'{source}' mixes a text with what the model writes: leave self out, or the texts"
         )
     if not all(names) or not all(shares) or len(set(names)) < len(names):
         raise CalibrationError(
@@ -223,18 +216,14 @@ def all_windows(stream: Stream, *, seq_len: int, bos: bool = False) -> Windows:
 
 
 def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Split windows at random into those to fit on and `held_out` others, or None for no others.
-
-    Windows that were sampled from the model are fitted on: the text judges.
-    """
-    # Sampled windows are the last: only those of the text are shuffled and set apart.
-    n = len(windows.ids) - windows.sampled
+    """Split windows at random into those to fit on and `held_out` others, or None for no others."""
+    n = len(windows.ids)
     count = held_out(n, fraction)
     if count == 0:
         return windows.ids, None
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
     fit, judge = order[count:].sort().values, order[:count].sort().values
-    return torch.cat([windows.ids[fit], windows.ids[n:]]), windows.ids[judge]
+    return windows.ids[fit], windows.ids[judge]
 
 
 def held_out(n: int, fraction: float) -> int:
@@ -332,7 +321,7 @@ def with_judges(calibration: Calibration, model: Description) -> Calibration:
 
 def few_tokens(calibration: Calibration, model: Description) -> bool:
     """True where tokens do not suffice for the columns of the model's widest consumer."""
-    tokens = calibration.windows * window_length(calibration, model)
+    tokens = calibration.samples * window_length(calibration, model)
     return few(tokens, max((site.columns for site in model.layout.sites), default=0))
 
 

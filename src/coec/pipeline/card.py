@@ -196,8 +196,6 @@ def _recipe(report: Report) -> str:
     """Return the recipe, in words and as the command that makes the model again."""
     recipe, calibration = report.recipe, report.calibration
     options = ", ".join(f"{k} = {v}" for k, v in recipe["options"].items()) or "none"
-    added = calibration.get("sampled", 0)
-    sampled = f" and, {added} of them, from the dense model itself" if added else ""
     kept = report.plan.get("kept")
     all_given = kept and kept["sites"] == len(report.sites)
     beyond = ", ".join(
@@ -210,7 +208,7 @@ def _recipe(report: Report) -> str:
         f"- options: {options}",
         *([f"- beside the dense model: {beyond}"] if beyond else []),
         f"- calibration: {calibration['windows']} windows of {calibration['seq_len']} tokens from",
-        f"  `{calibration['source']}`{sampled}, seed {recipe['seed']}",
+        f"  `{calibration['source']}`, seed {recipe['seed']}",
         f"- details: `coec.json`; kept units: `{KEPT}`",
         "",
         _command(report),

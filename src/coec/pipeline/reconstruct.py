@@ -243,7 +243,7 @@ class BlockReconstruction:
         calibration, length = self._run.recipe.calibration, self._run.plan.seq_len
         judging = held_out(calibration.samples, calibration.held_out)
         windows: WindowKind = "held" if judging else "fit"
-        count, sums = judging or calibration.windows, Prediction()
+        count, sums = judging or calibration.samples, Prediction()
         for batch in self._group.each(TwoStreams.predict, windows, norm, dense):
             sums.add(batch)
             if progress:

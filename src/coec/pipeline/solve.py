@@ -293,7 +293,7 @@ def _judged(
             result,
             (lambda: result) if all_fitted else (lambda: compensated(fitted)),
             unjudged=unjudged if site.routed else 0.0,
-            windows=recipe.calibration.windows,
+            windows=recipe.calibration.samples,
         )
     return judge.with_held_out_errors(result) if judge.gram is fitted else result
 

@@ -124,7 +124,7 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
     batch = min(batch_size(plan.seq_len) * plan.seq_len, tokens)
     logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
-    sampled = min(compute.at_once, recipe.calibration.written) * sampled_window(plan, compute)
+    sampled = min(compute.at_once, recipe.calibration.samples) * sampled_window(plan, compute)
     sizes = {
         "program": resident_bytes(),
         "text": _text(plan),

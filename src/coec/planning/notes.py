@@ -73,7 +73,7 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
         yield (
             f"few tokens: {tokens:,.0f} for up to {widest:,} columns; repairs are drawn back "
             f"towards the slice, {by}; "
-            f"{enough(calibration.windows, tokens, widest)} windows would do"
+            f"{enough(calibration.samples, tokens, widest)} windows would do"
         )
 
 
@@ -84,7 +84,7 @@ def _more_text(model: Description, recipe: Recipe, seq_len: int) -> Iterator[str
     if recipe.pruning.compensation != "none" and tokens < PLENTY * widest and not drawn_back:
         yield (
             f"{tokens:,.0f} tokens for up to {widest:,} columns: more text lowers the error still; "
-            f"{enough(calibration.windows, tokens, widest, PLENTY)} windows give {PLENTY} for each"
+            f"{enough(calibration.samples, tokens, widest, PLENTY)} windows give {PLENTY} for each"
         )
 
 
@@ -93,7 +93,7 @@ def _fitted_on(model: Description, recipe: Recipe, seq_len: int) -> tuple[float,
     calibration = recipe.calibration
     fitted = 1.0 if recipe.judges_are_fitted else 1.0 - calibration.held_out
     widest = max(site.columns for site in model.layout.sites)
-    return fitted * calibration.windows * seq_len, widest
+    return fitted * calibration.samples * seq_len, widest
 
 
 def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]:

@@ -55,9 +55,8 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
         # Where the tokenizer has a start, which no config says.
         measuring = _forward(plan, 2 * MEASURED_TOKENS) + _head(plan, 2 * MEASURED_TOKENS)
         add("measuring bos", (*_PROCESS, "block's weights", "logits"), measuring)
-    if calibration.written and not compute.measured:
-        tokens = calibration.written * plan.seq_len
-        sampling = _forward(plan, tokens) + _head(plan, tokens)
+    if calibration.own and not compute.measured:
+        sampling = _forward(plan, plan.tokens) + _head(plan, plan.tokens)
         add("sampling text", (*_PROCESS, "whole model"), sampling)
     if not plan.decided:
         allocating = _dense_pass(plan) + sum(solved.values())

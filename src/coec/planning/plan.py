@@ -191,7 +191,7 @@ class Plan:
         )  # fmt: skip
         calibration = self.recipe.calibration
         samples = min(calibration.samples, max(2, TRIED_TOKENS // self.seq_len))
-        few = replace(calibration, samples=samples, self_samples=0.0)
+        few = replace(calibration, samples=samples)
         return replace(self, recipe=replace(self.recipe, reconstruction=brief, calibration=few))
 
     @property
@@ -212,7 +212,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Tokens of all calibration windows."""
-        return self.recipe.calibration.windows * self.seq_len
+        return self.recipe.calibration.samples * self.seq_len
 
     @property
     def notes(self) -> tuple[str, ...]:

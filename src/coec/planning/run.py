@@ -180,11 +180,9 @@ def _advice(plan: Plan, compute: ComputeConfig, sizes: dict[str, int]) -> str:
     if largest == "fit":
         settings = settings or ["reconstruct = 0 (preset = fast does)"]
         return f"take {shorter}, or set {settings[0]}"
-    if largest == "whole model" and not calibration.added:
-        return ", or set ".join(["calibrate on a text, not on self", *settings])
     if largest == "whole model":
-        settings.insert(0, "self_samples = 0")
-    elif largest == "solver" and compute.solve == torch.float64:
+        return ", or set ".join(["calibrate on a text, not on self", *settings])
+    if largest == "solver" and compute.solve == torch.float64:
         settings.insert(0, "solve_dtype = float32")
     elif largest in ("statistics", "Grams") and calibration.held_out:
         settings.insert(0, "guard = false" if calibration.judging else "holdout = 0")

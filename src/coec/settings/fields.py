@@ -178,11 +178,14 @@ def declared(cls: type) -> dict[str, Setting]:
 
 
 def _attributes(cls: type) -> dict[str, str]:
-    """Return what a docstring says of every attribute, by name, each in one line."""
-    _, _, section = (inspect.getdoc(cls) or "").partition("Attributes:\n")
-    # An entry goes on in lines that are indented further than its name.
-    entries = re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+    """Return what docstrings say of every attribute, by name, each in one line; bases included."""
+    said: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        _, _, section = inspect.cleandoc(owner.__doc__ or "").partition("Attributes:\n")
+        # An entry goes on in lines that are indented further than its name.
+        entries = re.findall(r"^    (\w+): (.+(?:\n {5,}.+)*)", section, re.MULTILINE)
+        said |= {name: " ".join(text.split()) for name, text in entries}
+    return said
 
 
 def of_annotation(name: str, annotation: Any, default: Any, **declaration: Any) -> Setting:

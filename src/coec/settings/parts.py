@@ -21,8 +21,6 @@ TokenWeights = Literal["equal", "residual"]
 StartRule = Literal["auto", "on", "off"]
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 SolveDtypeName = Literal["auto", "float64", "float32"]
-LARGEST_SHARE = 1000
-"""Largest ratio of sampled windows to those of a text: more is a slip."""
 LARGEST_MULTIPLE = 2**20
 CHOOSING = (
     "sparsity", "attention_sparsity", "mlp_sparsity", "expert_sparsity", "budget_parameters",
@@ -250,8 +248,6 @@ class Calibration(Settings):
         guard: Where tokens are few for the columns that are fitted, let held-out windows say how
             far every compensation is followed: those of holdout, or a quarter, fitted on in the
             end.
-        self_samples: Windows sampled from the model itself, besides those of the text, for each of
-            them; none is held out. Needs the whole model in memory.
         bos: Begin every window of a text with the tokens that the tokenizer puts before a text:
             `on`, `off` (the first of all windows may have them), or `auto`, whichever the dense
             model predicts a few windows better with. Token ids are taken as they are.
@@ -274,14 +270,6 @@ class Calibration(Settings):
         ),
     )
     guard: bool = setting(True)
-    self_samples: float = setting(
-        0.0,
-        check=_must(
-            "self_samples is how many windows the model adds for each of the text's, at least 0 "
-            f"and below {LARGEST_SHARE}",
-            lambda samples: 0 <= samples < LARGEST_SHARE,
-        ),
-    )
     bos: StartRule = setting("off")
     forward_dtype: DtypeName | None = setting(
         None,
@@ -297,24 +285,9 @@ class Calibration(Settings):
         return self.holdout or self.judging
 
     @property
-    def added(self) -> int:
-        """Number of windows sampled from the model besides those of the text."""
-        return round(self.self_samples * self.samples)
-
-    @property
-    def windows(self) -> int:
-        """Number of windows."""
-        return self.samples + self.added
-
-    @property
     def own(self) -> bool:
         """True where the text is the model's own."""
         return isinstance(self.source, str) and self.source == "self"
-
-    @property
-    def written(self) -> int:
-        """Number of windows that the model itself writes."""
-        return self.windows if self.own else self.added
 
 
 @dataclass(frozen=True, kw_only=True)

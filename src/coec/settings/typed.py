@@ -38,7 +38,6 @@ class PruningSettings(TypedDict, total=False):
     seed: int
     holdout: float
     guard: bool
-    self_samples: float
     bos: Literal["auto", "on", "off"]
     forward_dtype: Literal["float64", "float32", "bfloat16", "float16"] | None
     device: str

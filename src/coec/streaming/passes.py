@@ -108,7 +108,7 @@ class BlockSource(ABC):
         """Return the windows that a run is fitted on, as its recipe says, and those held out."""
         fit, held_windows = self.windows_of_text()
         held_out = 0 if held_windows is None else len(held_windows)
-        return fit[: run.recipe.calibration.windows - held_out], held_windows
+        return fit[: run.recipe.calibration.samples - held_out], held_windows
 
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
         """Return the windows to fit on, and those that are held out, where some are."""
@@ -157,7 +157,7 @@ class DensePass(BlockSource):
             self.windows = windows = self.draw(progress)
             # Sampled text and a measured choice cost time, and are kept for a resume; windows that
             # are cut from a text are cut again.
-            if self._calibration.written or windows.bos_cross_entropy:
+            if self._calibration.own or windows.bos_cross_entropy:
                 journal.put(
                     _TEXT,
                     journal.work / "windows.safetensors",

@@ -12,10 +12,8 @@ from dataclasses import replace
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from coec.calibration.sources import mixture
-from coec.calibration.tokens import Extent, Stream, is_token_file, load_tokenizer
+from coec.calibration.tokens import Extent, Stream, load_tokenizer
 from coec.calibration.windows import (
     CHOICE,
     Windows,
@@ -30,7 +28,6 @@ from coec.devices import at_hand
 from coec.errors import CalibrationError, NumericalError
 from coec.events import Progress
 from coec.models.dense import Dense, Prefetcher
-from coec.models.folder import tokenizer_files
 from coec.settings import Calibration, Runtime
 from coec.streaming.dense_stream import DenseStream, first_windows
 from coec.streaming.head import Head
@@ -47,23 +44,20 @@ def window_maker(
 ) -> Maker:
     """Check the calibration text now, and return a function that makes the windows."""
     seq_len = window_length(calibration, dense)
-    added, seed = calibration.added, calibration.seed
     held_out(calibration.samples, calibration.held_out)
-    text = None if calibration.own else _text_maker(dense, calibration, runtime, progress)
-    if text is not None and not calibration.written:
-        return text
-    tokenizer = _own_tokenizer(dense, calibration, runtime)
+    if not calibration.own:
+        return _text_maker(dense, calibration, runtime, progress)
+    tokenizer = load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
 
     def make(device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Windows:
-        windows = None if text is None else text(device, dtype, progress)
         # Only sampling needs the whole network in memory; everywhere else a block will do.
-        with _room_for_all(device, added=bool(added)):
+        with _room_for_all(device):
             network = dense.network(device, dtype, noted=True)
-            drawn = sample_from_model(
-                network, tokenizer, samples=calibration.written, seq_len=seq_len, seed=seed,
-                at_once=windows_that_fit(dense, network, seq_len), progress=progress,
+            return sample_from_model(
+                network, tokenizer, samples=calibration.samples, seq_len=seq_len,
+                seed=calibration.seed, at_once=windows_that_fit(dense, network, seq_len),
+                progress=progress,
             )  # fmt: skip
-        return replace(drawn, sampled=added) if windows is None else windows.and_sampled(drawn.ids)
 
     return make
 
@@ -177,32 +171,16 @@ def _drawn(streams: Sequence[Stream], dense: Dense, calibration: Calibration) ->
     return [draw(bos) for bos in ways]
 
 
-def _own_tokenizer(
-    dense: Dense, calibration: Calibration, runtime: Runtime
-) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer that begins a text; None beside token ids, where there may be none."""
-    ids = isinstance(calibration.source, Tensor) or all(
-        is_token_file(str(name)) for name, _ in mixture(calibration.source)
-    )
-    if ids and not tokenizer_files(dense.folder):
-        return None
-    return load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
-
-
 @contextmanager
-def _room_for_all(device: torch.device, *, added: bool) -> Iterator[None]:
-    """Say in one line that the whole network does not fit in the device's memory.
-
-    `added` tells whether its text is added to another.
-    """
+def _room_for_all(device: torch.device) -> Iterator[None]:
+    """Say in one line that the whole network does not fit in the device's memory."""
     try:
         yield
     except torch.OutOfMemoryError:
-        less = "set self_samples=0" if added else "calibrate on a text, not on self"
         elsewhere = "" if device.type == "cpu" else ", or device=cpu"
         raise CalibrationError(
             f"text cannot be sampled from the model: {device} has no room for all of it: "
-            f"{less}{elsewhere}"
+            f"calibrate on a text, not on self{elsewhere}"
         ) from None
 
 
@@ -218,8 +196,6 @@ def check_calibrations(dense: Dense, calibrations: Sequence[Calibration], runtim
     if calibrations[0].own:
         window_maker(dense, calibrations[0], runtime, None)
         return
-    if any(calibration.added for calibration in calibrations):
-        _own_tokenizer(dense, calibrations[0], runtime)
     streams = _streams(dense, list(by_size.values()), runtime, None)
     for calibration in by_size.values():
         _drawn(streams, dense, calibration)
