@@ -46,8 +46,8 @@ fuzz: .venv/ready  ## mutated inputs, which test leaves out too (COEC_FUZZ_CASES
 RAY_TESTS := $(BIN)/python -m pytest -m ray --junit-xml=.venv/ray.xml
 
 ray: .venv/ready  ## clusters on this machine, nodes and drivers that are killed (minutes)
-	@rm -f .venv/ray.xml; $(RAY_TESTS) || { test ! -f .venv/ray.xml && \
-		tail -n 15 /tmp/ray/session_latest/logs/python-core-driver*.log && $(RAY_TESTS); }
+	@rm -f .venv/ray.xml; $(RAY_TESTS) || { test ! -f .venv/ray.xml || exit 1; \
+		tail -n 15 /tmp/ray/session_latest/logs/python-core-driver*.log; $(RAY_TESTS); }
 
 # Compiles llama.cpp (many minutes on 2 cores, once), apart from .venv. It runs on the kind of
 # machine that it was built on.
