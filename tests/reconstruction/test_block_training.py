@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from coec.errors import NumericalError
-from coec.reconstruction import Example, block_training, relative_error, train_block
+from coec.reconstruction import Example, Training, block_training, relative_error, train_block
 from coec.reconstruction.block_training import STEP_TOKENS, step_tokens
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def trained(windows, judges=(), block=linear, start=None, objective=None, **more
     start = {"W": random(H, H, seed=3)} if start is None else start
     how = {"passes": 4, "rate": 0.1, "seed": 0, "written": torch.float32, **more}
     objective = objective or relative_error(windows, CPU)
-    return train_block(block, start, windows, judges, objective=objective, **how)
+    return train_block(block, start, windows, judges, Training(objective, **how))
 
 
 def test_a_linear_map_is_found():

@@ -40,7 +40,7 @@ from coec.pipeline.solve import (
 from coec.pipeline.write import Checkpoint
 from coec.planning.plan import tried_blocks
 from coec.planning.run import Run
-from coec.reconstruction import Objective, relative_error, train_block
+from coec.reconstruction import Training, relative_error, train_block
 from coec.settings.fields import nth_seed
 from coec.streaming.dense_stream import Measured, Sums
 from coec.streaming.head import Head, Prediction, rescaled_norm
@@ -303,34 +303,36 @@ class BlockReconstruction:
         with every step, their hidden states do not.
         """
         run, settings = self._run, self._settings
-        seed = nth_seed(run.recipe.calibration.seed, block.index)
         examples = [*self._group.each(TwoStreams.examples, "fit")]
         judges = [*self._group.each(TwoStreams.examples, "held")] if self._held_out else []
         layers = Layers(self._pruned, device=run.device, dtype=run.forward)
         wide = torch.promote_types(run.forward, torch.float32)
-        rate = settings.reconstruct_rate
-        error = relative_error(examples, run.device)
-        stages = [("reconstruction", settings.reconstruct, error, rate)]
+        plain = Training(
+            relative_error(examples, run.device), settings.reconstruct, settings.reconstruct_rate,
+            nth_seed(run.recipe.calibration.seed, block.index), run.written,
+        )  # fmt: skip
+        stages = [("reconstruction", plain)]
         if self._predicts(block):
             head = Head(self._dense, device=run.device, dtype=run.forward)
-            divergence: Objective = lambda out, dense, _: head.divergence(out, dense)  # noqa: E731
-            for lower in (rate, _GENTLER * rate):
-                stages.append(("predictions", settings.prediction_passes, divergence, lower))
+            predictions = replace(
+                plain, objective=lambda out, dense, _: head.divergence(out, dense),
+                passes=settings.prediction_passes, ends_when_worse=True,
+            )  # fmt: skip
+            gentler = replace(predictions, rate=_GENTLER * plain.rate)
+            stages += [("predictions", predictions), ("predictions", gentler)]
         with recording() as events:
-            for name, passes, objective, rate in stages:
+            for name, training in stages:
                 if row.get(name, {}).get("taken"):
                     continue  # at the higher rate
                 try:
                     trained = train_block(
                         layers.function(block),
                         {name: tensor.to(run.device, wide) for name, tensor in tensors.items()},
-                        examples, judges, passes=passes, rate=rate, seed=seed,
-                        written=run.written, objective=objective,
-                        ends_when_worse=name == "predictions",  # a pass over the vocabulary is dear
+                        examples, judges, training,
                     )  # fmt: skip
                     if trained.taken:
                         tensors = {n: cast(p, run.written, n) for n, p in trained.theta.items()}
-                    row[name] = trained.record() | {"rate": rate}
+                    row[name] = trained.record() | {"rate": training.rate}
                 except NumericalError as error:
                     record(f"{name}: the block is not trained: {error}")
         row["events"] = [*row["events"], *events]

@@ -4,8 +4,9 @@ from coec.reconstruction.block_training import (
     Example,
     Objective,
     TrainedBlock,
+    Training,
     relative_error,
     train_block,
 )
 
-__all__ = ["Example", "Objective", "TrainedBlock", "relative_error", "train_block"]
+__all__ = ["Example", "Objective", "TrainedBlock", "Training", "relative_error", "train_block"]

@@ -44,6 +44,27 @@ Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(outputs, targets, weights)` of some windows → what is made small, summed over their tokens."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """Settings of the training of a block.
+
+    Attributes:
+        objective: what is made small: its mean over tokens.
+        passes: over the examples.
+        rate: learning rate, relative to the size of a matrix.
+        seed: draws the order of the examples in every pass.
+        written: dtype to which the weights are rounded before they are judged.
+        ends_when_worse: end with a pass that leaves the windows that judge worse than the start.
+    """
+
+    objective: Objective
+    passes: int
+    rate: float
+    seed: int
+    written: torch.dtype
+    ends_when_worse: bool = False
+
+
 def step_tokens(length: int) -> int:
     """Return the tokens of a step over windows of a length: about STEP_TOKENS."""
     return max(1, STEP_TOKENS // length) * length
@@ -93,13 +114,7 @@ def train_block(
     start: Theta,
     examples: Sequence[Example],
     judges: Sequence[Example],
-    *,
-    passes: int,
-    rate: float,
-    seed: int,
-    written: torch.dtype,
-    objective: Objective,
-    ends_when_worse: bool = False,
+    training: Training,
 ) -> TrainedBlock:
     """Minimise an objective over all weights of a block by AdamW, and take the best state.
 
@@ -113,12 +128,7 @@ def train_block(
         start: the weights, on the device that computes.
         examples: the windows trained on; each is run once in a pass, in an order drawn anew.
         judges: windows that are not trained on.
-        passes: over the examples.
-        rate: learning rate, relative to the size of a matrix.
-        seed: draws the orders.
-        written: dtype to which the weights are rounded before they are judged.
-        objective: what is made small: its mean over tokens.
-        ends_when_worse: end with a pass that leaves the windows that judge worse than the start.
+        training: objective, passes and rate.
 
     Raises:
         NumericalError: the objective at the start is not finite.
@@ -126,10 +136,11 @@ def train_block(
     device = next(iter(start.values())).device
     length = len(examples[0].weights)
     size = step_tokens(length) // length
+    objective, passes = training.objective, training.passes
     steps = passes * math.ceil(len(examples) / size)
     theta = {name: p.detach().clone().requires_grad_() for name, p in start.items()}
     # A group for every tensor, since each has a learning rate of its own.
-    groups = [{"params": [p], "lr": rate * _root_mean_square(p)} for p in theta.values()]
+    groups = [{"params": [p], "lr": training.rate * _root_mean_square(p)} for p in theta.values()]
     optimiser = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
     # Rate × share by step: up over `warm` steps, then down to 0 behind the last.
     warm = max(1, round(_WARM_UP * steps))
@@ -139,7 +150,7 @@ def train_block(
 
     def judged(at: Theta) -> float:
         # What is judged is what will be written: the rounding to the output dtype included.
-        rounded = {name: p.detach().to(written).to(p.dtype) for name, p in at.items()}
+        rounded = {name: p.detach().to(training.written).to(p.dtype) for name, p in at.items()}
         total, tokens = 0.0, 0
         with torch.no_grad():
             for batch in _batches(judges or examples, range(len(judges or examples)), size, device):
@@ -153,7 +164,7 @@ def train_block(
     if not math.isfinite(errors[0]):
         raise NumericalError("the outputs of the block at the start are not finite")
     best, taken = {name: p.detach().clone() for name, p in theta.items()}, 0
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(training.seed)
     tokens = sum(len(example.weights) for example in examples)
     for number in range(1, passes + 1):
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -174,7 +185,7 @@ def train_block(
         errors.append(error)
         if error < min(errors[:-1]):
             best, taken = {name: p.detach().clone() for name, p in theta.items()}, number
-        elif ends_when_worse and error > errors[0]:
+        elif training.ends_when_worse and error > errors[0]:
             break
     return TrainedBlock(best, taken, fitted, errors)
 
