@@ -115,12 +115,14 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         sum(shape.numel() for name, shape in shapes.items() if name.startswith(block.prefix))
         for block in layout.blocks
     )
+    # The embedding is on the device while windows are embedded, before any block is.
     embedding, tokens = shapes[layout.embedding].numel(), plan.tokens
     settings = recipe.reconstruction
     models = 2 if settings.sequential else 1
     # Sums of a part of the windows, and those before it.
     sums = 2 if settings.sequential and not settings.propagate else 1
     widest = max(site.columns for site in layout.sites)
+    # States and their copies inside a layer; the Gram's inputs in float64
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
     batch = min(batch_size(plan.seq_len) * plan.seq_len, tokens)
     logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
@@ -159,6 +161,7 @@ def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, in
     method = plan.recipe.method.name
     iterative = method == "coec"
     closed = method in ("rcpu", "least-squares", "ridge-to-slice")
+    # Matrices of the consumer's size at the peak, for the method and then for the selection
     matrices = 6.0 if iterative else 3.0 if closed else 0.25
     if plan.recipe.chooses_ridge:  # eigenvectors, and the curvature of the held-out error
         matrices += 2.0

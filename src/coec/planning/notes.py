@@ -25,6 +25,7 @@ def notes_of(
             if fits and not recipe.reconstruction.reconstruct
             else f"repairs are for the inputs that the dense model has: {why}"
         )
+    # Experts: widths that transformers runs all at once, and those that it does not
     for site in model.layout.kinds:
         width = widths.of(site)
         if site.routed and width % OF_EXPERTS:
@@ -106,6 +107,7 @@ def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]
         )
     if widths.experts is not None:
         yield "nothing repairs the loss of whole experts, and the errors of sites leave it out"
+    # Each kind of site by its usual width: what quantisers add, and where nothing goes
     costs: list[str] = []
     for site in model.layout.kinds:
         counts = Counter(

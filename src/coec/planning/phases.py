@@ -58,12 +58,14 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
     if calibration.own and not compute.measured:
         sampling = _forward(plan, plan.tokens) + _head(plan, plan.tokens)
         add("sampling text", (*_PROCESS, "whole model"), sampling)
+    # Widths by block need a dense pass of their own, and every block solved once.
     if not plan.decided:
         allocating = _dense_pass(plan) + sum(solved.values())
         if plan.recipe.allocation.runs_models:  # the derivatives of two models count twice
             tokens = tried_tokens(plan)
             allocating += 9 * _forward(plan, tokens) + 12 * _head(plan, tokens)
         add("allocating", _ALLOCATE, allocating)
+    # Both models side by side; or the dense one alone, whose sums serve all solves
     if settings.sequential:
         pruned = (1 + settings.propagate) * _forward(plan, plan.tokens, pruned=True)
         add("passes", _STREAM, _dense_pass(plan) + _forward(plan, plan.tokens) + pruned)

@@ -80,6 +80,7 @@ class Plan:
             ModelError, OptionError: as in `of`.
         """
         recipe = resolve(recipe, model, statistics)
+        # A rule that cannot be planned is left out and named, unless none can.
         plans: dict[str, Plan] = {}
         refused: dict[str, OptionError] = {}
         for rule in _rules(model.layout, recipe):
@@ -103,6 +104,7 @@ class Plan:
         removed = 0 if budget is None else model.parameters - budget
         shared = recipe.allocation.importance is not None
         later = shared and not (kept and kept.covers(model.layout))
+        # Parameters to remove → shares of units → widths → format, until the format's own fit too
         while True:
             if budget is not None:
                 pruning = shares_for(model.layout, model.shapes, recipe.pruning, removed, kept)
@@ -121,6 +123,7 @@ class Plan:
         cls, model: Description, recipe: Recipe, widths: Widths, *, listed: bool = False
     ) -> "Plan":
         """Choose the format of these widths; `listed` asks for one that lists them by block."""
+        # Widths → sizes by block → sites that get a bias → the format that holds both
         pruned = _pruned_sizes(model, widths)
         _check_uniform(model, recipe, widths, pruned)
         if listed:
@@ -177,6 +180,7 @@ class Plan:
         """Parameters that the budget leaves unused; 0 where the format adds to the model."""
         budget = _parameter_budget(self.model, self.recipe.pruning)
         removed = self.widths.removed(self.model.layout, self.model.shapes)
+        # A format that adds biases or such takes what is left itself.
         if budget is None or self.parameters_after != self.parameters_before - removed:
             return 0
         return budget - self.parameters_after
@@ -322,6 +326,7 @@ def _pruned_sizes(model: Description, widths: Widths) -> Shape:
     Raises OptionError where experts of one block keep different numbers of channels.
     """
     size_names = {pattern.name: pattern.counted_by for pattern in model.architecture.blocks.sites}
+    # Sites of a block that share a size, as its experts do, must keep alike.
     kept: dict[tuple[int, str], set[int]] = {}
     for site in model.layout.sites:
         kept.setdefault((site.block, size_names[site.kind]), set()).add(widths.of(site))

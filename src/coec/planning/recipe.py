@@ -90,6 +90,7 @@ class Recipe:
                 'give the settings of a Recipe by name (preset="best", sparsity=0.5), or all of '
                 "its parts and nothing besides"
             )
+        # Settings by name → a preset's defaults beside them → options apart → the parts
         if not parts:
             flat = {name: plain(value) for name, value in values.items()}
             given = frozenset(flat) if given is None else given
@@ -102,6 +103,7 @@ class Recipe:
 
     def _check(self) -> None:
         calibration = self.calibration
+        # Arrays become tensors of token ids; lists and generators become documents, read once.
         source = source_of(calibration.source, calibration.text_column)
         if source is not calibration.source:
             object.__setattr__(self, "calibration", replace(calibration, source=source))
@@ -218,6 +220,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     setting or apart, or a setting twice.
     """
     content = read_toml(path, f"'{path}'", f"no configuration file '{path}'")
+    # Every key must be a setting that a file may hold.
     keys = by_name(content, f"'{path}'")
     for name, key in keys.items():
         if name in APART:
@@ -293,6 +296,7 @@ def _name(choice: str | Callable[..., Any]) -> str:
 
 def _rehearse(recipe: Recipe) -> None:
     """Try the functions of a user on a 6×8 problem: what is wrong fails here, not after hours."""
+    # The selection first, then the compensation on units that are given
     W, gram, kept = _problem([0, 2, 3, 5, 6])
     _rehearse_selection(f"selection '{_name(recipe.pruning.selection)}'", recipe.score, W, gram)
     name, options = f"compensation '{recipe.method.name}'", recipe.pruning.options

@@ -39,6 +39,7 @@ def resolve(recipe: Recipe, model: Description, statistics: Statistics | None = 
     if statistics is not None:
         recipe = with_statistics(recipe, model, statistics)
     recipe = recipe.opened()
+    # What a preset brought yields to the dtype, the model and the length of the text, in this order.
     if recipe.calibration.forward_dtype == "float16" and recipe.reconstruction.reconstruct:
         recipe = _without_fits(recipe, "sums over tokens overflow in forward_dtype = float16")
     if addition := model.architecture.adds:
@@ -47,6 +48,7 @@ def resolve(recipe: Recipe, model: Description, statistics: Statistics | None = 
         )
     if recipe.reconstruction.preset == "fast" and few_tokens(recipe.calibration, model):
         recipe = _without_fits(recipe, "tokens are few")
+    # Windows that judge, where tokens are few; the dtype of sums, where blocks are trained
     calibration = with_judges(recipe.calibration, model)
     calibration = replace(calibration, summed=bool(recipe.reconstruction.reconstruct))
     recipe = replace(recipe, calibration=calibration)
@@ -73,6 +75,7 @@ def with_statistics(recipe: Recipe, model: Description, statistics: Statistics) 
         pruning = replace(recipe.pruning, allocation="uniform")
         recipe = replace(recipe, pruning=pruning, reconstruction=replace(settings, left_out=why))
     _check_needs_no_text(recipe)
+    # What was given must be what was collected with; a text counts by its content.
     calibration, given = recipe.calibration, recipe.given
     agreed = {n: v for n, v in calibration.record().items() if n in given and v is not None}
     if "calibration" in agreed:

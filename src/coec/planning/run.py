@@ -109,6 +109,7 @@ def within(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> ComputeConfi
 
     The hidden states of both models wait on a GPU where all phases fit there with them.
     """
+    # The model itself is in memory while it samples.
     free = room.computing
     if free is not None:
         free -= plan.parameters_before * compute.forward.itemsize
@@ -119,6 +120,7 @@ def within(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> ComputeConfi
         return compute
     if not recipe.reconstruction.sequential:
         return compute
+    # States on the device → the phase that needs most there → whether it fits with a margin
     there = replace(compute, states_on_device=True)
     fullest = max(needed_beside(phase.device) for phase in phases_of(plan, there))
     return there if fullest <= _ROOM_FOR_STATES * room.device else compute
@@ -134,6 +136,7 @@ def check_room(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> None:
     places = list(_places(plan, compute, room))
     if not places:
         return
+    # The tightest phase decides, wherever it is.
     name, place, sizes, free = max(places, key=lambda p: needed_beside(p[2]) / max(p[3], 1))
     if (needed := needed_beside(sizes)) > OVER * free:
         raise OptionError(
