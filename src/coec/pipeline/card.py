@@ -219,6 +219,7 @@ def _command(report: Report) -> str:
     """Return the command that makes the model again, or why there is none."""
     recipe = report.recipe
     label: dict[str, Collection[str]] = {"selection": SELECTIONS, "compensation": COMPENSATIONS}
+    # Functions and tensors from Python have no flag.
     by_hand = [name for name, fields in label.items() if recipe[name] not in fields]
     by_hand += ["calibration"] * (recipe["calibration"] == "tensor")
     if by_hand:
@@ -283,6 +284,7 @@ def _asked(report: Report) -> str:
 
 def _share(recipe: Mapping[str, Any]) -> str:
     """Return the fraction of units that was to go, or those of both kinds."""
+    # How widths follow, then how much: a budget, one share, or one for each kind of site
     every, budget = recipe["sparsity"], recipe.get("budget_parameters")
     allocation = recipe.get("allocation", "uniform")
     shared = "" if allocation == "uniform" else f", shared among blocks by `{allocation}`"

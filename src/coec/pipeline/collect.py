@@ -52,6 +52,7 @@ def collect(
     Raises:
         CoecError: with one line that says what to change.
     """
+    # Settings → calibration → room on the disk, then the pass
     if recipe is None:  # the default preset holds windows out for fits, which need the text
         settings = {"preset": "paper", **settings}
     recipe = Recipe.or_of(recipe, settings)

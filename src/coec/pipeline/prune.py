@@ -98,6 +98,7 @@ def prune(
         >>> report = coec.prune("llama", "llama-70", sparsity=0.3, calibration="wiki.txt")
         >>> report.plan["parameters"]
     """
+    # Open: the recipe, what is to be pruned, and where it goes
     seconds = _Stopwatch()
     recipe = Recipe.or_of(recipe, settings)
     collected = None if statistics is None else Statistics.open(statistics)
@@ -105,6 +106,7 @@ def prune(
     carried_files(dense.folder)
     out = path_of(out)
     check_output(out, dense.folder, force=force or unfinished(out))
+    # Resolve: plan, place of work and source of statistics, all checked before any work
     candidates = Plan.candidates(dense, recipe, collected)
     recipe = next(iter(candidates.values())).recipe
     with open_backend(recipe.runtime) as backend:
@@ -120,6 +122,7 @@ def prune(
             check_leader(device)
         check_space(out, space_needed(out, run.plan, run.written))
         seconds.lap("checking")
+        # Carry out, block by block in a journal: what is there is not done again
         restart = begins_anew(recipe, out, restart)
         with journal(out, _identity(run, source), force=force, restart=restart) as pieces:
             if pieces.finished:

@@ -99,6 +99,7 @@ class Report:
         On the windows fitted on, or on those held out; 0 where no block has any.
         """
         measure = "holdout" if held_out else "error"
+        # Rows without an error kept everything, or had no tokens.
         rows = [row for row in self.sites if row["site"] == site]
         before, after = (
             [row[key] for row in rows if row.get(key) is not None]
@@ -112,6 +113,7 @@ class Report:
         path = Path(folder) / REPORT
         try:
             record = {"reconstruction": {}, "origin": {}, "recoveries": [], **parse_json(path)}
+            # Every field must be there, and of the kind that its annotation names.
             hints = get_type_hints(cls)
             del hints["out"]
             for name, hint in hints.items():

@@ -39,7 +39,7 @@ def resolve(recipe: Recipe, model: Description, statistics: Statistics | None = 
     if statistics is not None:
         recipe = with_statistics(recipe, model, statistics)
     recipe = recipe.opened()
-    # What a preset brought yields to the dtype, the model and the length of the text, in this order.
+    # What a preset brought yields to the dtype, the model and the length of the text, in turn.
     if recipe.calibration.forward_dtype == "float16" and recipe.reconstruction.reconstruct:
         recipe = _without_fits(recipe, "sums over tokens overflow in forward_dtype = float16")
     if addition := model.architecture.adds:

@@ -122,6 +122,7 @@ class Statistics:
         for block in dense.layout.blocks:
             if block.index in skip:
                 continue
+            # Digests vouch for the file; sites and widths are checked against the model.
             grams = self.grams(block.index, device)
             for subset, site in itertools.product(subsets, block.sites):
                 gram = grams[subset].get(site.name)

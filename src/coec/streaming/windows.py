@@ -146,6 +146,7 @@ def _drawn(streams: Sequence[Stream], dense: Dense, calibration: Calibration) ->
 
     Where the dense model is to choose, they are drawn without the start, and with it.
     """
+    # Ways of drawing: without the start, with it, or both for the dense model to choose from
     seq_len, source = window_length(calibration, dense), calibration.source
     start = min(len(stream.start) for stream in streams)
     if calibration.bos == "on" and not start:
