@@ -26,11 +26,6 @@ NONE = ("--preset", "paper", "--compensation", "none")
 COMMANDS = {command.name: command.callback for command in app.registered_commands}
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
 @pytest.fixture
 def tokens(tmp_path):
     return tm.token_file(tmp_path / "tokens.npy")

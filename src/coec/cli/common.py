@@ -126,23 +126,6 @@ QUIET = switch("quiet", "No progress on stderr, neither bars nor lines.")
 JSON = switch("json", "One JSON object on stdout, nothing else.")
 
 
-def under_headings(
-    rows: Iterable[Option], headings: Mapping[str, Iterable[str]]
-) -> list[CommandFlag]:
-    """Put flags under the headings that list their names, in that order; others stay behind them.
-
-    Args:
-        headings: of help, and names of flags as in Python.
-    """
-    # Flags that a heading lists, in its order; then all others as they come.
-    flags = {row.name: CommandFlag.of(row) for row in rows}
-    placed = [
-        flags.pop(name)._replace(panel=heading)
-        for heading, names in headings.items() for name in names if name in flags
-    ]  # fmt: skip
-    return [*placed, *flags.values()]
-
-
 def with_flags(*rows: Option) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace `**flags` in a command's signature by a parameter for every flag."""
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from coec.pipeline.report import Report
     from coec.planning import Forecast, Plan
 
-_BETTER: dict[PresetName, PresetName] = {
+_BETTER: dict[str, PresetName] = {
     "paper": "balanced",
     "fast": "balanced",
     "balanced": "best",
@@ -37,18 +37,16 @@ _WIDTHS = (
 """Names of widths in a report, and the words for them."""
 
 
-def _running(dry_run: str) -> tuple[CommandFlag, ...]:
-    """Options of both commands besides settings; `dry_run` is the help of that flag."""
-    return (
-        common.CONFIG_FILE,
-        CommandFlag(
-            "statistics", Path,
-            "What `coec collect` wrote, instead of a dense pass; brings its settings.",
-        ),
-        switch("dry_run", dry_run),
-        common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE,
-        common.QUIET, common.JSON, common.HELP_ALL,
-    )  # fmt: skip
+_RUNNING = (
+    common.CONFIG_FILE,
+    CommandFlag(
+        "statistics", Path,
+        "What `coec collect` wrote, instead of a dense pass; brings its settings.",
+    ),
+    common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE,
+    common.QUIET, common.JSON, common.HELP_ALL,
+)  # fmt: skip
+"""Options of both commands besides settings."""
 
 
 _RECOVER = CommandFlag(
@@ -72,17 +70,24 @@ _MORE: dict[str, type[Settings]] = {
 
 
 def _arranged(*rows: common.Option) -> list[CommandFlag]:
-    """Flags under their headings, those of the first screen first."""
+    """Return flags under their headings, those of the first screen first."""
     details = {heading: [item.name for item in part.table()] for heading, part in _MORE.items()}
     details["More: where to run"] += ["statistics", "restart"]
-    return common.under_headings(rows, {**HEADINGS, **details})
+    # Flags that a heading lists, in its order; then all others as they come.
+    flags = {row.name: CommandFlag.of(row) for row in rows}
+    placed = [
+        flags.pop(name)._replace(panel=heading)
+        for heading, names in {**HEADINGS, **details}.items() for name in names if name in flags
+    ]  # fmt: skip
+    return [*placed, *flags.values()]
 
 
 @common.with_flags(
     *_arranged(
         *settings.RECIPE,
         _RECOVER,
-        *_running("Print the plan from the configuration alone."),
+        switch("dry_run", "Print the plan from the configuration alone."),
+        *_RUNNING,
         *settings.OPTIONS,
     )
 )
@@ -129,7 +134,8 @@ def prune_command(
 @common.with_flags(
     *_arranged(
         *(row for row in settings.RECIPE if row.name not in CHOOSING),
-        *_running("Print the plan; the weights of both are read for it."),
+        switch("dry_run", "Print the plan; the weights of both are read for it."),
+        *_RUNNING,
         *settings.OPTIONS,
     )
 )
@@ -173,14 +179,13 @@ def compensate_command(
 
 def _check_recover(flags: Mapping[str, Any]) -> None:
     """Raise BadParameter for what has no training behind it."""
-    for name, instead in (
-        ("dry_run", "coec recover MODEL PRUNED --dry-run says what training takes"),
-        ("statistics", "they hold no text: run coec recover afterwards"),
-    ):
+    for name, instead in {
+        "dry_run": "coec recover MODEL PRUNED --dry-run says what training takes",
+        "statistics": "they hold no text: run coec recover afterwards",
+    }.items():
         if flags[name]:
-            raise typer.BadParameter(
-                f"--recover does not go with {common.flag_of(name)}: {instead}"
-            )
+            flag = common.flag_of(name)
+            raise typer.BadParameter(f"--recover does not go with {flag}: {instead}")
 
 
 def _handling(flags: Mapping[str, Any]) -> common.Values:
