@@ -57,7 +57,6 @@ class OpenSubject:
 
 def open_models(cells: list[Cell]) -> dict[str, Dense]:
     """Open every model, by path, and read each weight once: damage is found before any work."""
-    # Damage is found here, and not when the first cells are done.
     models: dict[str, Dense] = {}
     for path in dict.fromkeys(cell.subject.path for cell in cells):
         models[path] = Dense.open(path)
