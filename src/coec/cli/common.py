@@ -71,17 +71,18 @@ class CommandFlag(NamedTuple):
 
     def parameter(self) -> inspect.Parameter:
         """Return the parameter of the command's function."""
-        flag, switch, named = flag_of(self.name), self.type is None, isinstance(self.type, tuple)
-        forms = [flag] if switch else [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
-        metavar = self.metavar or ("NAME" if named else _METAVARS.get(self.type))
+        flag, is_name = flag_of(self.name), isinstance(self.type, tuple)
+        is_switch = self.type is None
+        forms = [flag] if is_switch else [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
+        metavar = self.metavar or ("NAME" if is_name else _METAVARS.get(self.type))
         option = typer.Option(
             *forms, help=self.text, show_default=False, metavar="" if forms else metavar,
             rich_help_panel=self.panel, parser=self._number_or_word if self.words else None,
             is_eager=self.ends is not None, callback=self.ends,
         )  # fmt: skip
-        value_type: Any = Literal[self.type] if named else self.type
-        annotation: Any = Annotated[bool if switch else value_type | None, option]
-        keyword, default = inspect.Parameter.KEYWORD_ONLY, False if switch else None
+        value_type: Any = Literal[self.type] if is_name else self.type
+        annotation: Any = Annotated[bool if is_switch else value_type | None, option]
+        keyword, default = inspect.Parameter.KEYWORD_ONLY, False if is_switch else None
         return inspect.Parameter(self.name, keyword, default=default, annotation=annotation)
 
     def _number_or_word(self, value: str) -> float | str:
@@ -100,8 +101,8 @@ def switch(name: str, text: str) -> CommandFlag:
     return CommandFlag(name, None, text)
 
 
-def _show_all(ctx: typer.Context, asked: bool) -> None:
-    if asked:
+def _show_all(ctx: typer.Context, value: bool) -> None:
+    if value:
         ctx.meta[HELP_ALL.name] = True
         print(ctx.get_help())
         raise typer.Exit
@@ -179,10 +180,10 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> "Table":
     """Return a table without lines."""
     from rich.table import Table
 
-    made = Table(*heads, box=None, header_style="bold")
+    rich_table = Table(*heads, box=None, header_style="bold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        rich_table.add_row(*row)
+    return rich_table
 
 
 def rough(seconds: float) -> str:

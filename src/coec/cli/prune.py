@@ -71,7 +71,7 @@ _MORE: dict[str, type[Settings]] = {
 
 def _arranged(*rows: common.Option) -> list[CommandFlag]:
     """Return flags under their headings, those of the first screen first."""
-    details = {heading: [item.name for item in part.table()] for heading, part in _MORE.items()}
+    details = {heading: [row.name for row in members.table()] for heading, members in _MORE.items()}
     details["More: where to run"] += ["statistics", "restart"]
     # Flags that a heading lists, in its order; then all others as they come.
     flags = {row.name: CommandFlag.of(row) for row in rows}
@@ -313,8 +313,8 @@ def measuring(model: str, out: str, text: str) -> str:
     """Return a line with the command that measures `out`, on other text than it was made from."""
     from coec.calibration.sources import is_named
 
-    other = text if is_named(text) or text == "self" else "OTHER.txt"  # test split, or seed
-    return f"measure it: coec eval {named(out)} --baseline {named(model)}{_text_flag(other)}"
+    evaluated = text if is_named(text) or text == "self" else "OTHER.txt"  # test split, or seed
+    return f"measure it: coec eval {named(out)} --baseline {named(model)}{_text_flag(evaluated)}"
 
 
 def _text_flag(text: str) -> str:
@@ -324,9 +324,9 @@ def _text_flag(text: str) -> str:
 
 def named(path: str) -> str:
     """Return a path as a command line in the current folder names it."""
-    here = Path.cwd()
-    inside = Path(path).is_relative_to(here)
-    return shlex.quote(str(Path(path).relative_to(here)) if inside else path)
+    current = Path.cwd()
+    inside = Path(path).is_relative_to(current)
+    return shlex.quote(str(Path(path).relative_to(current)) if inside else path)
 
 
 def _lines(report: "Report") -> Iterator[str]:
