@@ -1,5 +1,6 @@
 """`coec prune` and `coec compensate`: what a pruning would do, for `--dry-run`, and what it did."""
 
+import itertools
 import math
 import shlex
 from collections.abc import Iterator, Mapping
@@ -127,7 +128,7 @@ def prune_command(
         from coec.recovery.recover import prune_and_recover
 
         report = prune_and_recover(model, out, tokens, **running)
-    lines = (*_lines(report), *recovery_lines(report))
+    lines = itertools.chain(_lines(report), recovery_lines(report))
     common.show({"out": report.out, **report.as_dict()}, lines, flags["json"])
 
 
@@ -286,7 +287,7 @@ def _gigabytes(size: int) -> str:
 
 def _show_report(report: "Report", as_json: bool) -> None:
     """Print what a pruning did, and safeguards that fired on stderr."""
-    lines = (*_lines(report), *_next(report))
+    lines = itertools.chain(_lines(report), _next(report))
     common.show({"out": report.out, **report.as_dict()}, lines, as_json)
     for event, modules in report.events.items() if not as_json else ():
         place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
