@@ -138,6 +138,12 @@ def run(monkeypatch, capsys):
     return call
 
 
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory):
+    """The folder of a random Llama of two blocks in float32, to be read and not changed."""
+    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_power_cut():
     """Files need not survive one here, which waiting for the disk is for; in `tests/crash` they do.

@@ -22,15 +22,10 @@ from coec.planning.recipe import Recipe
 from coec.streaming import passes as measure
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
 @pytest.fixture
-def model(original, tmp_path):
+def model(dense, tmp_path):
     """A copy to spoil."""
-    return shutil.copytree(original, tmp_path / "model")
+    return shutil.copytree(dense, tmp_path / "model")
 
 
 def small(folder):
@@ -355,11 +350,11 @@ def test_a_config_that_lacks_a_size(model, refused):
     [("qwen3", "it has no bias on down_proj"), ("mistral sliding", "it has no sliding window")],
 )
 def test_biases_that_no_format_holds(variant, match, refused, tmp_path):
-    dense = tm.save(tm.tiny(variant, torch.float32), tmp_path / "other")
-    refused(OptionError, f"no stock format.*{match}", model=dense, compensation="bias")
+    other = tm.save(tm.tiny(variant, torch.float32), tmp_path / "other")
+    refused(OptionError, f"no stock format.*{match}", model=other, compensation="bias")
 
 
-def test_a_model_that_overflows_names_the_module_and_the_cure(original, model, tmp_path):
+def test_a_model_that_overflows_names_the_module_and_the_cure(dense, model, tmp_path):
     rewrite(model, lambda weights: weights | {UP: weights[UP] * 1e38})
     settings = small(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -368,12 +363,10 @@ def test_a_model_that_overflows_names_the_module_and_the_cure(original, model, t
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_result_that_does_not_fit_its_dtype_says_which_does(original, tmp_path):
+def test_a_result_that_does_not_fit_its_dtype_says_which_does(dense, tmp_path):
     def huge(problem):
         return coec.SiteResult(problem.weight[:, problem.kept.indices] * 1e6)
 
     with pytest.raises(CoecError, match=r"does not fit torch\.float16.*dtype=float32"):
-        coec.prune(
-            original, tmp_path / "out", **small(tmp_path), compensation=huge, dtype="float16"
-        )
+        coec.prune(dense, tmp_path / "out", **small(tmp_path), compensation=huge, dtype="float16")
     assert not (tmp_path / "out").exists()

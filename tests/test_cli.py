@@ -13,7 +13,8 @@ import torch
 import coec
 import tiny_models as tm
 from coec.cli.commands import app
-from coec.cli.prune import measuring, named, prune_command
+from coec.cli.common import measuring, named
+from coec.cli.prune import prune_command
 from coec.compensation import COMPENSATIONS
 from coec.evaluation.geometry import RANKS
 from coec.evaluation.perplexity import EVALUATION_SEQ_LEN
@@ -24,11 +25,6 @@ from coec.settings import OPTIONS
 WINDOWS = ("--samples", 24, "--seq-len", 32)
 NONE = ("--preset", "paper", "--compensation", "none")
 COMMANDS = {command.name: command.callback for command in app.registered_commands}
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
 
 
 @pytest.fixture

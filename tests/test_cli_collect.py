@@ -2,17 +2,11 @@
 
 import json
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
 
 
 def test_one_collection_serves_many_prunings(dense, run, tmp_path):

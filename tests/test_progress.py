@@ -1,21 +1,20 @@
 """How far a command is, in a log."""
 
 import pytest
-import torch
 
 import tiny_models as tm
 from coec.cli.progress import ProgressLines
+from coec.pipeline import prune as pruning
 
 FEW = ("--preset", "paper", "--samples", 4, "--seq-len", 32, "--compensation", "none",
        "--device", "cpu")  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    here = tmp_path_factory.mktemp("progress")
-    tm.save(tm.tiny("llama", torch.float32), here / "dense")
-    tm.text_file(here / "text.txt")
-    return here
+@pytest.fixture
+def said(dense, tmp_path):
+    """A pruning into a folder that is still to be named."""
+    text = tm.text_file(tmp_path / "text.txt")
+    return lambda out: ("prune", dense, tmp_path / out, "--calibration", text, *FEW)
 
 
 def told(*calls):
@@ -58,20 +57,17 @@ def test_a_phase_that_begins_once_more_is_timed_anew():
     ]
 
 
-def test_a_run_into_a_log_says_how_far_it_is_and_quiet_says_nothing(place, run, tmp_path):
-    said = ("prune", place / "dense", "--calibration", place / "text.txt", *FEW)
-    status, _, err = run(*said[:2], tmp_path / "out", *said[2:])
+def test_a_run_into_a_log_says_how_far_it_is_and_quiet_says_nothing(said, run):
+    status, _, err = run(*said("out"))
     assert status == 0
     assert "solving: 1 of 2\n" in err
     assert "solving: 2 of 2\n" in err
-    status, _, err = run(*said[:2], tmp_path / "again", *said[2:], "--quiet")
+    status, _, err = run(*said("again"), "--quiet")
     assert (status, err) == (0, "")
 
 
 @pytest.mark.parametrize("more", [(), ("--quiet",)])
-def test_a_run_that_goes_on_says_so(more, place, run, monkeypatch, tmp_path):
-    from coec.pipeline import prune as pruning
-
+def test_a_run_that_goes_on_says_so(more, said, run, monkeypatch):
     solve = pruning.solve_block
 
     def once(measured, **options):
@@ -79,12 +75,11 @@ def test_a_run_that_goes_on_says_so(more, place, run, monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return solve(measured, **options)
 
-    said = ("prune", place / "dense", tmp_path / "out", "--calibration", place / "text.txt", *FEW)
     with monkeypatch.context() as patch:
         patch.setattr(pruning, "solve_block", once)
-        status, _, err = run(*said, *more)
+        status, _, err = run(*said("out"), *more)
     assert status == 130
     assert "resuming" not in err
-    status, _, err = run(*said, *more)
+    status, _, err = run(*said("out"), *more)
     assert status == 0
     assert "resuming: 1 of 2 blocks are done\n" in err

@@ -14,11 +14,6 @@ PRUNING = {"preset": "fast", "sparsity": 0.3, "samples": 8, "seq_len": 16}
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
-@pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Documents, and the file that says the same."""
     path = tmp_path_factory.mktemp("text") / "text.txt"

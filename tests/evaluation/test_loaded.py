@@ -11,11 +11,6 @@ from coec.errors import ModelError
 IDS = torch.randint(2, tm.VOCABULARY, (64,), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "dense")
-
-
 def measure(model, dense, text=IDS, **more):
     return coec.perplexity(model, text, seq_len=16, baseline=dense, device="cpu", **more)
 

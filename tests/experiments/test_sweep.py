@@ -70,6 +70,12 @@ def finished(place):
     return place / "whole", passes
 
 
+@pytest.fixture(scope="module")
+def collected(place):
+    """Statistics of the model on the first calibration of the grid."""
+    return coec.collect(place / "tiny", place / "collected", cells_of(place)[1].recipe)
+
+
 @pytest.fixture
 def whole(finished):
     """The rows of the uninterrupted run."""
@@ -85,6 +91,13 @@ def copied(finished, tmp_path):
 
 def cells_of(place, **more):
     return expand(str(place / "grid.toml"), **more)
+
+
+def refused(cells, out, error, match, **settings):
+    """The sweep ends before any work."""
+    with pytest.raises(error, match=match):
+        sweep(cells, out, **settings)
+    assert not out.exists()
 
 
 def moved_to(folder, cells):
@@ -460,9 +473,7 @@ def test_a_model_without_tokenizer_is_refused_before_any_work(place, tmp_path):
     cells = expand(
         "seeds", models=[str(tmp_path / "bare")], evaluate={"text": str(tmp_path / "text.txt")}
     )
-    with pytest.raises(ModelError, match="has no tokenizer"):
-        sweep(cells, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refused(cells, tmp_path / "out", ModelError, "has no tokenizer")
 
 
 def test_kept_models_and_statistics(place, tmp_path):
@@ -514,9 +525,7 @@ def test_evaluation_text_sampled_from_the_dense_model(place, tmp_path):
 
 def test_a_second_model_that_is_not_there_stops_the_first(place, tmp_path):
     cells = cells_of(place, models=["/no/such/model"])
-    with pytest.raises(ModelError, match="no model at '/no/such/model'"):
-        sweep(cells, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refused(cells, tmp_path / "out", ModelError, "no model at '/no/such/model'")
 
 
 @pytest.fixture
@@ -571,9 +580,8 @@ def test_statistics_of_other_weights_are_collected_again(place, tmp_path, monkey
 def test_a_damaged_model_is_found_before_any_work(place, tmp_path):
     model = shutil.copytree(place / "tiny", tmp_path / "tiny")
     rewrite(model, lambda name, w: w * float("nan") if name == "model.norm.weight" else w)
-    with pytest.raises(ModelError, match="model.norm.weight .* holds NaN or Inf"):
-        sweep(moved_to(model, cells_of(place)), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    cells = moved_to(model, cells_of(place))
+    refused(cells, tmp_path / "out", ModelError, "model.norm.weight .* holds NaN or Inf")
 
 
 def test_a_sweep_with_failed_cells_exits_1(place, monkeypatch, tmp_path, run):
@@ -587,77 +595,64 @@ def test_a_sweep_with_failed_cells_exits_1(place, monkeypatch, tmp_path, run):
     assert "failed, 9 cells: no good" in err
 
 
-def test_statistics_that_were_collected_before_serve_the_cells(place, whole, tmp_path, monkeypatch):
+def test_statistics_that_were_collected_before_serve_the_cells(
+    place, whole, collected, tmp_path, monkeypatch
+):
     """The rows are those of the sweep's own dense pass, and what was given stays."""
     everything = cells_of(place)
     cells = [cell for cell in everything if not (cell.recipe and cell.recipe.calibration.seed)]
-    how = cells[1].recipe
-    given = coec.collect(place / "tiny", tmp_path / "given", how)
     passes = counted(monkeypatch)
-    summary = sweep(cells, tmp_path / "out", statistics=[given.folder])
+    summary = sweep(cells, tmp_path / "out", statistics=[collected.folder])
     assert (summary.done, summary.failed, passes) == (5, 0, [])
     for cell, record in records(tmp_path / "out").items():
         assert timeless(record) == timeless(whole[cell])
-    assert (given.folder / "statistics.json").is_file()
+    assert (collected.folder / "statistics.json").is_file()
     assert not (tmp_path / "out/statistics").exists()
     # A grid that says nothing of the calibration takes all of it from there.
-    plain = replace(cells[1], recipe=replace(how, calibration=Calibration(), given=frozenset()))
-    assert sweep([cells[0], plain], tmp_path / "out", statistics=[given]).ran == 0
+    recipe = replace(cells[1].recipe, calibration=Calibration(), given=frozenset())
+    plain = replace(cells[1], recipe=recipe)
+    assert sweep([cells[0], plain], tmp_path / "out", statistics=[collected]).ran == 0
 
 
-def test_statistics_that_do_not_serve_a_cell_are_refused_before_any_work(place, tmp_path):
-    cells = cells_of(place)
-    given = coec.collect(place / "tiny", tmp_path / "given", cells[1].recipe)
-    with pytest.raises(OptionError, match="collected with seed = 0, not 1"):
-        sweep(cells, tmp_path / "out", statistics=[given])
+def test_statistics_that_do_not_serve_a_cell_are_refused(place, collected, tmp_path):
+    cells, out = cells_of(place), tmp_path / "out"
+    refused(cells, out, OptionError, "collected with seed = 0, not 1", statistics=[collected])
     other = tm.save(tm.tiny("qwen2", torch.float32), tmp_path / "other")
     strange = coec.collect(other, tmp_path / "strange", cells[1].recipe)
-    with pytest.raises(OptionError, match="are of none of these models"):
-        sweep(cells, tmp_path / "out", statistics=[strange])
-    assert not (tmp_path / "out").exists()
+    refused(cells, out, OptionError, "are of none of these models", statistics=[strange])
+    again = shutil.copytree(collected.folder, tmp_path / "again")
+    match = "'.*collected' and '.*again' are of one model"
+    refused(cells[:2], out, OptionError, match, statistics=[collected, again])
+    # Also where a grid says a default: its cells would otherwise be others than they say.
+    cells = plain_cells(place, tmp_path, 'compensation = "none"\nsamples = [6, 128]\n')
+    match = "collected with samples = 6, not 128"
+    refused(cells, out, OptionError, match, statistics=[collected])
 
 
-def test_statistics_serve_where_their_text_is_not(place, tmp_path, monkeypatch):
+def plain_cells(place, folder, toml):
+    """Cells of a grid that says nothing of its texts."""
+    (folder / "plain.toml").write_text(toml)
+    text = {"text": str(place / "test.npy"), "seq_len": 16}
+    return expand(str(folder / "plain.toml"), models=[str(place / "tiny")], evaluate=text)
+
+
+def test_statistics_serve_where_their_text_is_not(place, tmp_path):
     text = tmp_path / "a.npy"
     np.save(text, IDS[:120].numpy())
     made = coec.collect(
         place / "tiny", tmp_path / "a", samples=6, seq_len=16, calibration=str(text)
     )
     text.unlink()
-    grid = tmp_path / "small.toml"
-    grid.write_text('compensation = "none"\n')
-    how = {"text": str(place / "test.npy"), "seq_len": 16}
-    cells = expand(str(grid), models=[str(place / "tiny")], evaluate=how)
+    cells = plain_cells(place, tmp_path, 'compensation = "none"\n')
     summary = sweep(cells, tmp_path / "out", statistics=[made])
     assert (summary.done, summary.reasons) == (2, {})
 
 
-def test_what_a_grid_says_of_its_calibration_must_agree_with_the_statistics(place, tmp_path):
-    """Also where it says a default: its cells would otherwise be others than they say."""
-    given = coec.collect(place / "tiny", tmp_path / "given", cells_of(place)[1].recipe)
-    grid = tmp_path / "sizes.toml"
-    grid.write_text('compensation = "none"\nsamples = [6, 128]\n')
-    how = {"text": str(place / "test.npy"), "seq_len": 16}
-    cells = expand(str(grid), models=[str(place / "tiny")], evaluate=how)
-    with pytest.raises(OptionError, match="collected with samples = 6, not 128"):
-        sweep(cells, tmp_path / "out", statistics=[given])
-    assert not (tmp_path / "out").exists()
-
-
-def test_two_statistics_of_one_model_are_refused(place, tmp_path):
-    how = cells_of(place)[1].recipe
-    given = [coec.collect(place / "tiny", tmp_path / name, how) for name in ("a", "b")]
-    with pytest.raises(OptionError, match="'.*a' and '.*b' are of one model"):
-        sweep(cells_of(place)[:2], tmp_path / "out", statistics=given)
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_command_takes_statistics(place, tmp_path, run):
-    given = coec.collect(place / "tiny", tmp_path / "given", cells_of(place)[1].recipe)
+def test_the_command_takes_statistics(place, collected, tmp_path, run):
     (tmp_path / "small.toml").write_text('sparsity = 0.3\ncompensation = ["none", "rcpu"]\n')
     status, out, _ = run(
         "sweep", tmp_path / "small.toml", tmp_path / "out", "--model", place / "tiny",
-        "--text", place / "test.npy", "--eval-seq-len", 16, "--statistics", given.folder,
+        "--text", place / "test.npy", "--eval-seq-len", 16, "--statistics", collected.folder,
     )  # fmt: skip
     assert status == 0
     assert "3 cells done, 0 failed" in out
@@ -703,9 +698,7 @@ def test_a_mixture_of_texts_is_one_calibration(place, tmp_path):
     assert row["calibration"]["source"] == mixture
     assert row["identity"]["calibration text"].count(",") == 1
     (tmp_path / "bad.toml").write_text(grid.replace(mixture, mixture + "=99,self"))
-    with pytest.raises(CoecError, match="leave self out"):
-        sweep(expand(str(tmp_path / "bad.toml")), tmp_path / "bad")
-    assert not (tmp_path / "bad").exists()
+    refused(expand(str(tmp_path / "bad.toml")), tmp_path / "bad", CoecError, "leave self out")
 
 
 @pytest.mark.slow

@@ -261,9 +261,9 @@ def _read_named(source: str, split: Split, column: str, limit: int, chat: Render
         if source == "wikitext2":
             return _SEPARATOR.join(load_dataset(*_WIKITEXT2, split=split)["text"])
         if source == "c4":
-            part = "train" if split == "train" else "validation"
-            files = {part: _C4_SHARDS[part]}
-            rows = load_dataset(_C4, data_files=files, split=part, streaming=True)
+            c4_split = "train" if split == "train" else "validation"
+            files = {c4_split: _C4_SHARDS[c4_split]}
+            rows = load_dataset(_C4, data_files=files, split=c4_split, streaming=True)
             return _beginning(rows, "text", limit, None)
         # No split is asked for, so that an error can name all; streaming reads none of them yet.
         splits = load_dataset(name, config or None, streaming=True)

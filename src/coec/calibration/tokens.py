@@ -157,8 +157,8 @@ def read_stream(
     special, characters = loaded.num_special_tokens_to_add(), len(beginning)
     in_pieces = characters > at_once
     if in_pieces:
-        whole = itertools.chain([beginning], texts)
-        ids, special, characters = _encode_pieces(loaded, ends, whole, extent.tokens, progress)
+        texts = itertools.chain([beginning], texts)
+        ids, special, characters = _encode_pieces(loaded, ends, texts, extent.tokens, progress)
     else:
         tell = progress if progress and characters > PIECE else (lambda *step: None)
         tell("tokenising", 0, characters)

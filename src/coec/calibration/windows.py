@@ -78,13 +78,13 @@ class Windows:
 
     def record(self) -> JsonDict:
         """Describe the windows for the report."""
-        named = {"ids", "source", "available", "text_sha256"}
+        apart = {"ids", "source", "available", "text_sha256"}
         return {
             "source": self.source,
             "windows": self.ids.shape[0],
             "seq_len": self.ids.shape[1],
             "tokens_available": self.available,
-            **{name: value for name, value in vars(self).items() if name not in named},
+            **{name: value for name, value in vars(self).items() if name not in apart},
             "text_sha256": self.text_sha256,
             "windows_sha256": self.sha256,
         }

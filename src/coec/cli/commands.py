@@ -38,10 +38,6 @@ _EXAMPLES = {
 }  # fmt: skip
 
 
-def _examples(command: str) -> str:
-    return "Examples:\n\n" + "\n\n".join(_EXAMPLES[command])
-
-
 class _Command(TyperCommand):
     """Command whose usage names arguments as its texts do: `MODEL`, not `{MODEL}`."""
 
@@ -71,7 +67,8 @@ for _command in (
     export_command, sweep_command, analyze_command, methods_command, report_command,
 ):  # fmt: skip
     _name = _command.__name__.removesuffix("_command")
-    app.command(_name, cls=_Command, epilog=_examples(_name))(_command)
+    _epilog = "\n\n".join(("Examples:", *_EXAMPLES[_name]))
+    app.command(_name, cls=_Command, epilog=_epilog)(_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -7,6 +7,7 @@ change writes a keyword argument, `seq_len=64`, of which `spelled` makes `--seq-
 import inspect
 import json
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -71,17 +72,18 @@ class CommandFlag(NamedTuple):
 
     def parameter(self) -> inspect.Parameter:
         """Return the parameter of the command's function."""
-        flag, switch, named = flag_of(self.name), self.type is None, isinstance(self.type, tuple)
-        forms = [flag] if switch else [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
-        metavar = self.metavar or ("NAME" if named else _METAVARS.get(self.type))
+        flag, is_name = flag_of(self.name), isinstance(self.type, tuple)
+        is_switch = self.type is None
+        forms = [flag] if is_switch else [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
+        metavar = self.metavar or ("NAME" if is_name else _METAVARS.get(self.type))
         option = typer.Option(
             *forms, help=self.text, show_default=False, metavar="" if forms else metavar,
             rich_help_panel=self.panel, parser=self._number_or_word if self.words else None,
             is_eager=self.ends is not None, callback=self.ends,
         )  # fmt: skip
-        value_type: Any = Literal[self.type] if named else self.type
-        annotation: Any = Annotated[bool if switch else value_type | None, option]
-        keyword, default = inspect.Parameter.KEYWORD_ONLY, False if switch else None
+        value_type: Any = Literal[self.type] if is_name else self.type
+        annotation: Any = Annotated[bool if is_switch else value_type | None, option]
+        keyword, default = inspect.Parameter.KEYWORD_ONLY, False if is_switch else None
         return inspect.Parameter(self.name, keyword, default=default, annotation=annotation)
 
     def _number_or_word(self, value: str) -> float | str:
@@ -100,8 +102,8 @@ def switch(name: str, text: str) -> CommandFlag:
     return CommandFlag(name, None, text)
 
 
-def _show_all(ctx: typer.Context, asked: bool) -> None:
-    if asked:
+def _show_all(ctx: typer.Context, value: bool) -> None:
+    if value:
         ctx.meta[HELP_ALL.name] = True
         print(ctx.get_help())
         raise typer.Exit
@@ -124,23 +126,6 @@ TRUST_REMOTE_CODE = switch(
 )
 QUIET = switch("quiet", "No progress on stderr, neither bars nor lines.")
 JSON = switch("json", "One JSON object on stdout, nothing else.")
-
-
-def under_headings(
-    rows: Iterable[Option], headings: Mapping[str, Iterable[str]]
-) -> list[CommandFlag]:
-    """Put flags under the headings that list their names, in that order; others stay behind them.
-
-    Args:
-        headings: of help, and names of flags as in Python.
-    """
-    # Flags that a heading lists, in its order; then all others as they come.
-    flags = {row.name: CommandFlag.of(row) for row in rows}
-    placed = [
-        flags.pop(name)._replace(panel=heading)
-        for heading, names in headings.items() for name in names if name in flags
-    ]  # fmt: skip
-    return [*placed, *flags.values()]
 
 
 def with_flags(*rows: Option) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -196,10 +181,10 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> "Table":
     """Return a table without lines."""
     from rich.table import Table
 
-    made = Table(*heads, box=None, header_style="bold")
+    rich_table = Table(*heads, box=None, header_style="bold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        rich_table.add_row(*row)
+    return rich_table
 
 
 def rough(seconds: float) -> str:
@@ -245,3 +230,23 @@ def spelled(message: str) -> str:
         return flag_of(name) if value == "True" else f"{flag_of(name)} {value}"
 
     return _ARGUMENT.sub(flag, message)
+
+
+def measuring(model: str, out: str, text: str) -> str:
+    """Return a line with the command that measures `out`, on other text than it was made from."""
+    from coec.calibration.sources import is_named
+
+    evaluated = text if is_named(text) or text == "self" else "OTHER.txt"  # test split, or seed
+    return f"measure it: coec eval {named(out)} --baseline {named(model)}{text_flag(evaluated)}"
+
+
+def text_flag(text: str) -> str:
+    """Return the flag that names a text; "" for the text that commands take without one."""
+    return "" if text == "wikitext2" else f" --text {shlex.quote(text)}"
+
+
+def named(path: str) -> str:
+    """Return a path as a command line in the current folder names it."""
+    current = Path.cwd()
+    inside = Path(path).is_relative_to(current)
+    return shlex.quote(str(Path(path).relative_to(current)) if inside else path)

@@ -1,7 +1,7 @@
 """`coec prune` and `coec compensate`: what a pruning would do, for `--dry-run`, and what it did."""
 
+import itertools
 import math
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from coec.pipeline.report import Report
     from coec.planning import Forecast, Plan
 
-_BETTER: dict[PresetName, PresetName] = {
+_BETTER: dict[str, PresetName] = {
     "paper": "balanced",
     "fast": "balanced",
     "balanced": "best",
@@ -37,18 +37,16 @@ _WIDTHS = (
 """Names of widths in a report, and the words for them."""
 
 
-def _running(dry_run: str) -> tuple[CommandFlag, ...]:
-    """Options of both commands besides settings; `dry_run` is the help of that flag."""
-    return (
-        common.CONFIG_FILE,
-        CommandFlag(
-            "statistics", Path,
-            "What `coec collect` wrote, instead of a dense pass; brings its settings.",
-        ),
-        switch("dry_run", dry_run),
-        common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE,
-        common.QUIET, common.JSON, common.HELP_ALL,
-    )  # fmt: skip
+_RUNNING = (
+    common.CONFIG_FILE,
+    CommandFlag(
+        "statistics", Path,
+        "What `coec collect` wrote, instead of a dense pass; brings its settings.",
+    ),
+    common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE,
+    common.QUIET, common.JSON, common.HELP_ALL,
+)  # fmt: skip
+"""Options of both commands besides settings."""
 
 
 _RECOVER = CommandFlag(
@@ -72,17 +70,24 @@ _MORE: dict[str, type[Settings]] = {
 
 
 def _arranged(*rows: common.Option) -> list[CommandFlag]:
-    """Flags under their headings, those of the first screen first."""
-    details = {heading: [item.name for item in part.table()] for heading, part in _MORE.items()}
+    """Return flags under their headings, those of the first screen first."""
+    details = {heading: [row.name for row in members.table()] for heading, members in _MORE.items()}
     details["More: where to run"] += ["statistics", "restart"]
-    return common.under_headings(rows, {**HEADINGS, **details})
+    # Flags that a heading lists, in its order; then all others as they come.
+    flags = {row.name: CommandFlag.of(row) for row in rows}
+    placed = [
+        flags.pop(name)._replace(panel=heading)
+        for heading, names in {**HEADINGS, **details}.items() for name in names if name in flags
+    ]  # fmt: skip
+    return [*placed, *flags.values()]
 
 
 @common.with_flags(
     *_arranged(
         *settings.RECIPE,
         _RECOVER,
-        *_running("Print the plan from the configuration alone."),
+        switch("dry_run", "Print the plan from the configuration alone."),
+        *_RUNNING,
         *settings.OPTIONS,
     )
 )
@@ -122,14 +127,15 @@ def prune_command(
         from coec.recovery.recover import prune_and_recover
 
         report = prune_and_recover(model, out, tokens, **running)
-    lines = (*_lines(report), *recovery_lines(report))
+    lines = itertools.chain(_lines(report), recovery_lines(report))
     common.show({"out": report.out, **report.as_dict()}, lines, flags["json"])
 
 
 @common.with_flags(
     *_arranged(
         *(row for row in settings.RECIPE if row.name not in CHOOSING),
-        *_running("Print the plan; the weights of both are read for it."),
+        switch("dry_run", "Print the plan; the weights of both are read for it."),
+        *_RUNNING,
         *settings.OPTIONS,
     )
 )
@@ -173,14 +179,13 @@ def compensate_command(
 
 def _check_recover(flags: Mapping[str, Any]) -> None:
     """Raise BadParameter for what has no training behind it."""
-    for name, instead in (
-        ("dry_run", "coec recover MODEL PRUNED --dry-run says what training takes"),
-        ("statistics", "they hold no text: run coec recover afterwards"),
-    ):
+    for name, instead in {
+        "dry_run": "coec recover MODEL PRUNED --dry-run says what training takes",
+        "statistics": "they hold no text: run coec recover afterwards",
+    }.items():
         if flags[name]:
-            raise typer.BadParameter(
-                f"--recover does not go with {common.flag_of(name)}: {instead}"
-            )
+            flag = common.flag_of(name)
+            raise typer.BadParameter(f"--recover does not go with {flag}: {instead}")
 
 
 def _handling(flags: Mapping[str, Any]) -> common.Values:
@@ -281,7 +286,7 @@ def _gigabytes(size: int) -> str:
 
 def _show_report(report: "Report", as_json: bool) -> None:
     """Print what a pruning did, and safeguards that fired on stderr."""
-    lines = (*_lines(report), *_next(report))
+    lines = itertools.chain(_lines(report), _next(report))
     common.show({"out": report.out, **report.as_dict()}, lines, as_json)
     for event, modules in report.events.items() if not as_json else ():
         place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
@@ -299,29 +304,9 @@ def _next(report: "Report") -> Iterator[str]:
         times = settings.PRESETS[better].time / settings.PRESETS[preset].time
         yield f"nearer to the dense model: --preset {better}, in about {times:.2g} times the time"
     text = str(report.recipe["calibration"])
-    model, out, trained = map(named, (report.model, report.out, f"{report.out}-trained"))
-    yield measuring(report.model, report.out, text)
-    yield f"train it a little: coec recover {model} {out} {trained}{_text_flag(text)}"
-
-
-def measuring(model: str, out: str, text: str) -> str:
-    """Return a line with the command that measures `out`, on other text than it was made from."""
-    from coec.calibration.sources import is_named
-
-    other = text if is_named(text) or text == "self" else "OTHER.txt"  # test split, or seed
-    return f"measure it: coec eval {named(out)} --baseline {named(model)}{_text_flag(other)}"
-
-
-def _text_flag(text: str) -> str:
-    """Return the flag that names a text; "" for the text that commands take without one."""
-    return "" if text == "wikitext2" else f" --text {shlex.quote(text)}"
-
-
-def named(path: str) -> str:
-    """Return a path as a command line in the current folder names it."""
-    here = Path.cwd()
-    inside = Path(path).is_relative_to(here)
-    return shlex.quote(str(Path(path).relative_to(here)) if inside else path)
+    model, out, trained = map(common.named, (report.model, report.out, f"{report.out}-trained"))
+    yield common.measuring(report.model, report.out, text)
+    yield f"train it a little: coec recover {model} {out} {trained}{common.text_flag(text)}"
 
 
 def _lines(report: "Report") -> Iterator[str]:
@@ -331,7 +316,7 @@ def _lines(report: "Report") -> Iterator[str]:
     # Sizes → errors by kind of site → training → format and who loads it → time
     plan, widths = report.plan, report.plan["widths"]
     before, after = plan["parameters"]["before"], plan["parameters"]["after"]
-    yield f"wrote {named(report.out)}"
+    yield f"wrote {common.named(report.out)}"
     yield f"parameters       {before:,} → {after:,} ({after / before:.1%})"
     for name, label, unit in _WIDTHS:
         if width := widths.get(name):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from coec.cli import common
 from coec.cli.common import CommandFlag, Values, switch
 from coec.cli.progress import showing_progress
-from coec.cli.prune import measuring, named
 from coec.settings.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def recovery_lines(report: "Report") -> Iterator[str]:
     record = report.recoveries[-1]
     text, judged = record["text"], record["held_out"]
     weights = "all weights" if record["lora"] is None else f"additions of rank {record['lora']}"
-    yield f"wrote {named(report.out)}"
+    yield f"wrote {common.named(report.out)}"
     yield (
         f"trained          {weights} on {record['tokens']:,} tokens of {text['source']} "
         f"({record['passes']:.2g} passes), learning rate {record['learning_rate']:.2g}"
@@ -84,7 +83,7 @@ def recovery_lines(report: "Report") -> Iterator[str]:
             "gives more"
         )
     yield f"seconds          {record['seconds']:.1f}"
-    yield measuring(report.model, report.out, text["source"])
+    yield common.measuring(report.model, report.out, text["source"])
 
 
 def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, Any]) -> None:

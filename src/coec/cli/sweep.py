@@ -118,8 +118,8 @@ def sweep_command(
 def _summary(summary: "Summary", out: Path, kept: int) -> Iterator[str]:
     if summary.torn:
         common.notes.print("note: an unfinished last line of results.jsonl was dropped")
-    there = f" ({kept} were there already)" if kept else ""
-    yield f"{summary.done} cells done, {summary.failed} failed{there}"
+    earlier = f" ({kept} were there already)" if kept else ""
+    yield f"{summary.done} cells done, {summary.failed} failed{earlier}"
     for reason, count in Counter(summary.reasons.values()).items():
         common.notes.print(f"failed, {count} cells: {common.spelled(reason)}")
     yield f"tables and figures: coec report {out}"

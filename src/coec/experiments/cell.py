@@ -57,7 +57,6 @@ class OpenSubject:
 
 def open_models(cells: list[Cell]) -> dict[str, Dense]:
     """Open every model, by path, and read each weight once: damage is found before any work."""
-    # Damage is found here, and not when the first cells are done.
     models: dict[str, Dense] = {}
     for path in dict.fromkeys(cell.subject.path for cell in cells):
         models[path] = Dense.open(path)
@@ -165,11 +164,13 @@ def identities(cells: list[Cell], subjects: dict[Subject, OpenSubject]) -> dict[
     for cell in cells:
         subject, recipe = subjects[cell.subject], cell.recipe
         calibration = None
-        if recipe is not None and subject.statistics is not None:
-            calibration = str(subject.statistics.made_with["calibration"])
-        elif recipe is not None:
+        if recipe is not None:
             source = recipe.calibration.source
-            calibration = digests.setdefault(str(source), source_digest(source))
+            calibration = (
+                digests.setdefault(str(source), source_digest(source))
+                if subject.statistics is None
+                else str(subject.statistics.made_with["calibration"])
+            )
         by_cell[cell.id] = {
             "model": subject.dense.digest,
             "calibration text": calibration,
@@ -182,8 +183,7 @@ def identities(cells: list[Cell], subjects: dict[Subject, OpenSubject]) -> dict[
 
 def _tasks_digest(subject: Subject) -> str | None:
     tasks, folder = subject.evaluation.tasks, subject.evaluation.tasks_data
-    files = None if tasks is None else check_tasks(tasks, folder)[1]
-    if files is None:
+    if tasks is None or (files := check_tasks(tasks, folder)[1]) is None:
         return None
     content = [(name, source_digest(path)) for name, path in sorted(files.items())]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -186,8 +186,8 @@ def sweep(
         _clear_leftovers(out, () if running.keep_statistics else groups)
         rows = [store.rows[cell.id] for cell in cells]
         reasons = {row.cell: row.error or NO_REASON for row in rows if row.status == "failed"}
-        done = len(rows) - len(reasons)
-        return Summary(store.path.parent, done, len(reasons), ran, reasons, store.torn)
+        succeeded = len(rows) - len(reasons)
+        return Summary(store.path.parent, succeeded, len(reasons), ran, reasons, store.torn)
 
 
 def _check_identities(
