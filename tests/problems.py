@@ -1,7 +1,10 @@
 """Weights and Grams with a chosen character."""
 
+import itertools
+
 import torch
 
+from coec.linalg.alignment import Alignment
 from coec.types import Gram
 
 KINDS = (
@@ -83,6 +86,25 @@ def case(m: int = 6, d: int = 10, k: int = 7, kind: str = "power law", seed: int
 def attention(seed: int = 0):
     """A case, and a value projection."""
     return *case(8, 12, 8, seed=seed), weight(8, 5, seed + 70)
+
+
+def failing(function, error: Exception, number: int):
+    """The function, but for the call of this number, counted from 1, which raises the error."""
+    calls = itertools.count(1)
+
+    def flaky(*args, **options):
+        if next(calls) == number:
+            raise error
+        return function(*args, **options)
+
+    return flaky
+
+
+def alignment(k: int, r: int, rows: torch.Tensor, seed: int = 0) -> Alignment:
+    """A penalty of weight 5 on rows of a frame of k columns, its writer of r."""
+    writer, anchor = orthonormal(k, r, seed), orthonormal(k, 2, seed + 1)
+    target = writer.T @ anchor @ anchor.T @ writer
+    return Alignment(writer, target, rows, 5.0)
 
 
 def orthonormal(m: int, b: int, seed: int = 0) -> torch.Tensor:

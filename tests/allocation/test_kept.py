@@ -243,7 +243,7 @@ def test_nothing_goes_anywhere(dense):
         (
             "units.json",
             b'{"layers.0.mlp": [0, 1], "layers.0.mlp": [0]}',
-            "it names 'layers.0.mlp' tw",
+            "names 'layers.0.mlp' twice",
         ),
     ],
 )

@@ -102,25 +102,22 @@ def test_other_errors_keep_what_is_finished_and_say_so(error, tmp_path):
         ({"alpha": 0.9}, r"alpha was null, now 0\.9"),
         ({"a": 1, "b": 2, "c": 3, "d": 4}, "and 1 more"),
         ({"options": {"samples": 3}}, "samples was null, now 3"),  # not those of the statistics
+        (None, r"something else \(by another command\)"),
     ],
 )
 def test_a_run_that_was_asked_for_something_else_is_named(changes, said, tmp_path):
     out = tmp_path / "out"
+    other = {"recovery": {"tokens": 1}, "pruned": "c", **dict.fromkeys("abcdefgh", 1)}
+    asked = other if changes is None else ASKED | changes
     interrupted(out, ["one"])
     before = listing(tmp_path)
-    refused(out, f"{said}.*restart=True", ASKED | changes)
+    refused(out, f"{said}.*restart=True", asked)
     assert listing(tmp_path) == before
-    with journal(out, ASKED | changes, restart=True) as done:
+    with journal(out, asked, restart=True) as done:
         assert "one" not in done
         done.complete()
     assert listing(tmp_path) == []
     assert out.is_dir()
-
-
-def test_a_run_of_another_command_is_said_to_be_one(tmp_path):
-    interrupted(tmp_path / "out", ["one"])
-    other = {"recovery": {"tokens": 1}, "pruned": "c", **dict.fromkeys("abcdefgh", 1)}
-    refused(tmp_path / "out", r"something else \(by another command\): .*restart=True", other)
 
 
 def test_a_run_without_pieces_hinders_no_other(tmp_path):

@@ -10,11 +10,8 @@ from coec.linalg.right import JointProblem
 B, K, ROWS = 6, 9, (4, 0, 2)
 
 
-def aligned(r, seed=0):
-    writer = problems.orthonormal(K, r, seed)
-    anchor = problems.orthonormal(K, 2, seed + 1)
-    target = writer.T @ anchor @ anchor.T @ writer
-    return Alignment(writer, target, torch.tensor(ROWS), 5.0)
+def aligned(r):
+    return problems.alignment(K, r, torch.tensor(ROWS))
 
 
 def frame(seed=0):

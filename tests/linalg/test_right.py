@@ -12,7 +12,7 @@ from coec.linalg import conjugate as conjugate_module
 from coec.linalg import gradient as gradient_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gradient import gradient
-from coec.linalg.right import FLOOR, SLACK, Alignment, JointProblem, RightProblem
+from coec.linalg.right import FLOOR, SLACK, JointProblem, RightProblem
 from coec.linalg.stiefel import tangent
 from tolerances import CLOSED_FORM, EXACT
 
@@ -34,10 +34,7 @@ def problem(b, k, *, seed=0, aligned=False):
     alignment = None
     if aligned:
         r = min(2, b)
-        writer = problems.orthonormal(k, r, seed + 2)
-        anchor = problems.orthonormal(k, r, seed + 3)
-        target = writer.T @ anchor @ anchor.T @ writer
-        alignment = Alignment(writer, target, s.topk(r).indices, 5.0)
+        alignment = problems.alignment(k, r, s.topk(r).indices, seed + 2)
     return RightProblem(s, mu, cross, yy, alignment), start
 
 

@@ -44,8 +44,8 @@ def by_error(
     # Gram → removals down to the last unit → shape of the curve, and the units kept at `keep`
     path = removal_path(weight, gram.xx, units, 1)
     gone = {unit for unit, _ in path[: units - keep]}
-    left = torch.tensor([unit for unit in range(units) if unit not in gone])
-    return error_saved([cost for _, cost in path], keep), KeptSet(left, units)
+    staying = torch.tensor([unit for unit in range(units) if unit not in gone])
+    return error_saved([cost for _, cost in path], keep), KeptSet(staying, units)
 
 
 ALLOCATIONS: dict[Allocation, Rule] = {

@@ -43,7 +43,7 @@ class Widths:
 
     def everywhere(self, name: str) -> tuple[int, ...]:
         """The widths of a kind of site, one for each block."""
-        return tuple(kept for (_, kind), kept in sorted(self.kept.items()) if kind == name)
+        return tuple(kept for (_, site), kept in sorted(self.kept.items()) if site == name)
 
     def removed(self, layout: Layout, shapes: Mapping[str, torch.Size]) -> int:
         """Return how many parameters of the dense model are removed."""

@@ -230,8 +230,8 @@ class Descent:
         leading = None if alignment is None or self._faithful else alignment.rows
         # R-step
         if self.side != "left":
-            frame, ended = self.turned_right(frame, target, alignment)
-            solves.append(ended)
+            frame, convergence = self.turned_right(frame, target, alignment)
+            solves.append(convergence)
             # Where U follows R, singular values for the U of before would be out of step.
             if self.side == "two-sided" and self.options.solver != "joint":
                 frame, _, _ = frame.rescaled(target, self._shrinkage, leading)
@@ -255,8 +255,10 @@ class Descent:
         if options.start == "procrustes":
             R = polar(frame.right_problem(target, None).cross.T).T
         if self._faithful:
-            held = frame.right_problem(target, alignment)
-            R, ended = gradient(held, R, options.delta, options.iterations, options.retraction)
+            right = frame.right_problem(target, alignment)
+            R, convergence = gradient(
+                right, R, options.delta, options.iterations, options.retraction
+            )
         else:
             # `joint` takes into account that the left factor turns too, where it does.
             joint = options.solver == "joint" and self.side == "two-sided"
@@ -265,10 +267,10 @@ class Descent:
                 if joint
                 else frame.right_problem(target, alignment)
             )
-            R, ended = conjugate(
+            R, convergence = conjugate(
                 problem, R, tolerance=options.precision, iterations=options.iterations
             )
-        return replace(frame, R=R).cut(b), ended
+        return replace(frame, R=R).cut(b), convergence
 
 
 def _rose(before: float, after: float, dtype: torch.dtype) -> bool:

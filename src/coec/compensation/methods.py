@@ -190,8 +190,8 @@ def _check_form(method: Method) -> None:
         return
     positional = [argument for argument in parameters if argument.kind in POSITIONAL]
     needed = [argument.name for argument in positional if argument.default is argument.empty]
-    wanted = 2 if method.options else 1
-    if len(needed) > wanted or len(positional) < wanted:
+    count = 2 if method.options else 1
+    if len(needed) > count or len(positional) < count:
         form = "(problem, options)" if method.options else "(problem, *, options)"
         raise OptionError(
             f"compensation '{method.name}' takes ({', '.join(needed)}): write it as "

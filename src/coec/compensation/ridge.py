@@ -51,7 +51,7 @@ def best_ridge(
         # RSS(λ) = RSS of S + Σ f (μ f − 2) ‖P_i‖², over (N − df)², which is GCV but for a factor N²
         lost = fitted.error(start) * fitted.yy + unexplained
         rss = lost + (f * (mu * f - 2)) @ P.square().sum(dim=0)
-        left = tokens - (mu * f).sum(dim=1)
-        score = torch.where(left > 0, rss.clamp_min(0) / left.square(), math.inf)
+        freedom = tokens - (mu * f).sum(dim=1)
+        score = torch.where(freedom > 0, rss.clamp_min(0) / freedom.square(), math.inf)
     # argmin of the reversed scores: of equal ones the largest λ.
     return GRID[len(GRID) - 1 - int(score.flip(0).argmin())]

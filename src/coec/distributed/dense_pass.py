@@ -250,11 +250,10 @@ def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[WorkerW
     held_batches = () if held_out is None else held_out.split(size)
     # Whole batches: sums then are those of one process, batch by batch.
     count = min(count, len(fit_batches))
+    parts = zip(in_parts(fit_batches, count), in_parts(held_batches, count), strict=True)
     return [
-        (torch.cat(list(fit)), torch.cat(list(held)) if held else None)
-        for fit, held in zip(
-            in_parts(fit_batches, count), in_parts(held_batches, count), strict=True
-        )
+        (torch.cat(list(fit)), torch.cat(list(held_out)) if held_out else None)
+        for fit, held_out in parts
     ]
 
 

@@ -136,6 +136,7 @@ class WorkerPool:
         self._retries = retries
         self._looked, self._since = 0.0, math.inf
         self.workers: list[Any] = []
+        self._arguments: list[tuple[Any, ...]] = []
 
     def begin(self, make: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> None:
         """Begin a worker for each tuple of arguments of what makes its stream."""
@@ -143,13 +144,16 @@ class WorkerPool:
             max_restarts=-1, max_task_retries=self._retries, scheduling_strategy="SPREAD",
             **self.cluster.resources(self.device, HALF),
         )(WindowWorker)  # fmt: skip
-        self.workers = [worker.remote(self.cluster.threads, make, *each) for each in arguments]
+        # Referred to from here as long as the workers live: a new process is given them again.
+        self._arguments = list(arguments)
+        threads = self.cluster.threads
+        self.workers = [worker.remote(threads, make, *each) for each in self._arguments]
 
     def end(self) -> None:
         """End all workers."""
         for worker in self.workers:
             self.cluster.ray.kill(worker)
-        self.workers = []
+        self.workers, self._arguments = [], []
 
     def hosts(self) -> list[str]:
         """Return the machine of every worker; "lost" where one is being begun anew."""

@@ -36,7 +36,7 @@ class Rescaled:
 
 @dataclass(frozen=True)
 class Shrinkage:
-    """How singular values are rescaled.
+    """Rule and band by which singular values are rescaled.
 
     Attributes:
         rule: `gcv` chooses λ, `fixed` takes `ridge`, `uniform` is λ = ∞ (the prior).

@@ -36,10 +36,10 @@ def _by_default(table: Iterable[Setting]) -> tuple[Setting, ...]:
         if item.name == "preset" or item.name not in brought:
             return item
         plain, value = item.otherwise or shown(item.default), shown(brought[item.name])
-        both = f"{value}; {plain} in paper"
+        otherwise = f"{value}; {plain} in paper"
         if item.methods:
-            both = f"{plain}; {value} in {DEFAULT_PRESET}"
-        return replace(item, otherwise=both)
+            otherwise = f"{plain}; {value} in {DEFAULT_PRESET}"
+        return replace(item, otherwise=otherwise)
 
     return tuple(map(described, table))
 

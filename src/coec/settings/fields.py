@@ -162,13 +162,13 @@ _DECLARED: dict[type, dict[str, Setting]] = {}
 def declared(cls: type) -> dict[str, Setting]:
     """The settings of a dataclass by the names of its fields."""
     if cls not in _DECLARED:
-        hints, said = get_type_hints(cls), _attributes(cls)
+        hints, descriptions = get_type_hints(cls), _attributes(cls)
         _DECLARED[cls] = {
             field.name: of_annotation(
                 field.metadata["key"] or field.name,
                 hints[field.name],
                 field.default,
-                help=said.get(field.name, ""),
+                help=descriptions.get(field.name, ""),
                 **field.metadata[DECLARED],
             )
             for field in dataclasses.fields(cls)
@@ -241,8 +241,8 @@ def nth_seed(seed: int, number: int) -> int:
 def check_whole(name: str, value: Any, least: float | None = 1) -> int:
     """The value as Python's own; raises OptionError unless it is whole and at least `least`."""
     value = plain(value)
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or (least is not None and value < least):
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least:g}"
         raise OptionError(f"{name} must be a whole number{bound}, got {value!r:.80}")
     _check_bits(name, value, _BITS)
