@@ -14,7 +14,6 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.cli import main
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 from coec.planning.recipe import Recipe
 
@@ -49,21 +48,11 @@ def place(dense, tmp_path):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, place, dense):
+def run(run, monkeypatch, place, dense):
     """Runs the command in the folder: status, stdout, stderr. DENSE is a model, LONG a name."""
-
-    def call(line):
-        monkeypatch.chdir(place)
-        words = {"DENSE": str(dense), "LONG": "n" * 300, "EMPTY": "", "BYTES": "a\udcff"}
-        monkeypatch.setattr("sys.argv", ["coec", *(words.get(w, w) for w in line.split())])
-        try:
-            main()
-            status = 0
-        except SystemExit as exit_:
-            status = exit_.code
-        return status, *capsys.readouterr()
-
-    return call
+    monkeypatch.chdir(place)
+    words = {"DENSE": str(dense), "LONG": "n" * 300, "EMPTY": "", "BYTES": "a\udcff"}
+    return lambda line: run(*(words.get(word, word) for word in line.split()))
 
 
 TABLES = tomllib.loads(Path(__file__).with_name("odd_commands.toml").read_text(encoding="utf-8"))

@@ -59,6 +59,15 @@ def save(model, folder: Path, *, tokenizer: bool = True) -> Path:
     return folder
 
 
+def edit_config(folder: Path, *dropped: str, **changes) -> dict:
+    """Other values in the config.json of a folder, and none for some keys; returns what was."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    kept = {key: value for key, value in config.items() if key not in dropped}
+    path.write_text(json.dumps(kept | changes))
+    return config
+
+
 def write_tokenizer(folder: Path) -> None:
     """One token per byte, ids from 2; 0 and 1 are the start and end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,7 +1,5 @@
 """Models that configurations allow and few people make keep the same promises."""
 
-import json
-
 import pytest
 import torch
 from promises import (
@@ -52,10 +50,7 @@ def test_sizes_that_old_configurations_leave_out_are_inferred(folders, tmp_path)
     """As Llama 1: no head size, and a group for every head."""
     model = tm.tiny("llama", num_key_value_heads=8)
     dense = tm.save(model, tmp_path / "dense", tokenizer=False)
-    path = dense / "config.json"
-    config = json.loads(path.read_text())
-    del config["head_dim"], config["num_key_value_heads"]
-    path.write_text(json.dumps(config))
+    tm.edit_config(dense, "head_dim", "num_key_value_heads")
     report = coec.prune(dense, tmp_path / "out", **CONTRACT, calibration=folders[1],
                         compensation="rcpu")  # fmt: skip
     assert report.plan["widths"]["kv_groups"] == {"before": 8, "after": 6}

@@ -252,10 +252,7 @@ def test_mistral_without_a_word_slides_over_4096(tmp_path):
     """That is the default of its class."""
     model = tm.tiny("mistral", torch.float32, max_position_embeddings=5000)
     tm.save(model, tmp_path / "model", tokenizer=False)
-    path = tmp_path / "model/config.json"
-    config = json.loads(path.read_text())
-    del config["sliding_window"]
-    path.write_text(json.dumps(config))
+    tm.edit_config(tmp_path / "model", "sliding_window")
     with pytest.raises(ModelError, match="pass context=4096"):
         coec.export(tmp_path / "model", tmp_path / "out.gguf", no_tokenizer=True)
 

@@ -103,12 +103,10 @@ def test_chat_templates_go_with_it(folder):
 
 def test_the_end_of_a_text_may_stand_in_the_configuration(folder):
     bt.save_bytes(folder, eos_token=None)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"eos_token_id": [7, 8]}))
+    tm.edit_config(folder, eos_token_id=[7, 8])
     _, reader = exported(folder)
     assert says(reader, "ggml.eos_token_id") == 7
-    path.write_text(json.dumps(config | {"eos_token_id": None}))
+    tm.edit_config(folder, eos_token_id=None)
     refused(folder, "has an eos_token")
 
 

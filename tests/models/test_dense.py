@@ -145,22 +145,17 @@ def test_layers_that_draft_tokens_are_left_out(variant, tmp_path):
     """Releases of these families have them after the last; transformers does not read them."""
     tm.tiny(variant, torch.float32).save_pretrained(tmp_path)
     rewrite(tmp_path, lambda w: w.update({"model.layers.2.enorm.weight": torch.ones(32)}))
-    edit(tmp_path, num_nextn_predict_layers=None)
+    tm.edit_config(tmp_path, num_nextn_predict_layers=None)
     with pytest.raises(ModelError, match="more layers than the 2"):
         Dense.open(tmp_path)
-    edit(tmp_path, num_nextn_predict_layers=1)
+    tm.edit_config(tmp_path, num_nextn_predict_layers=1)
     opened = Dense.open(tmp_path)
     assert opened.config["num_nextn_predict_layers"] == 0
     assert "1 tensors that draft" in opened.notes[0]
     assert not [name for name in opened.files if "layers.2." in name]
-    edit(tmp_path, num_hidden_layers=1)
+    tm.edit_config(tmp_path, num_hidden_layers=1)
     with pytest.raises(ModelError, match=r"more layers than the 1 .*first: model\.layers\.2"):
         Dense.open(tmp_path)
-
-
-def edit(model, **changes):
-    path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def without(name):
@@ -194,7 +189,7 @@ def test_what_pruning_refuses_evaluation_refuses(case, door, model, tmp_path):
     change, changes, match = DAMAGE[case]
     if change:
         rewrite(model, change)
-    edit(model, **changes)
+    tm.edit_config(model, **changes)
     ids = torch.zeros(64, dtype=torch.int64)
     pruning = {"calibration": ids, "samples": 2, "seq_len": 8, "preset": "paper"}
     run = {
@@ -268,7 +263,7 @@ def test_a_tensor_in_two_shards_or_in_another_than_the_index_says_is_refused(mod
 def test_a_head_of_its_own_is_kept_although_the_configuration_says_tied(originals, tmp_path):
     """As transformers 5 does; a trained head must not be replaced by the embedding."""
     model = shutil.copytree(originals("llama"), tmp_path / "model")
-    edit(model, tie_word_embeddings=True)
+    tm.edit_config(model, tie_word_embeddings=True)
     opened = Dense.open(model)
     assert not opened.tied
     assert opened.config["tie_word_embeddings"] is False
@@ -306,9 +301,10 @@ def test_the_digest_is_of_the_content(model):
     opened = Dense.open(model)
     assert opened.digest == first  # however it is cut into files
     assert pickle.loads(pickle.dumps(opened)).digest == first
-    edit(model, rms_norm_eps=1e-3)
+    before = tm.edit_config(model, rms_norm_eps=1e-3)
     assert Dense.open(model).digest != first
-    edit(model, rms_norm_eps=json.loads((model / "config.json").read_text())["rms_norm_eps"])
+    tm.edit_config(model, rms_norm_eps=before["rms_norm_eps"])
+    assert Dense.open(model).digest == first
     path = model / "model-1.safetensors"
     save_file({name: w + 1e-6 for name, w in load_file(path).items()}, path)
     assert Dense.open(model).digest != first
@@ -323,7 +319,7 @@ def test_a_file_that_changes_after_it_was_checked_is_refused(model):
 
 
 def test_an_opened_model_is_opened_once(model):
-    edit(model, quantization_config={})  # which is no quantisation
+    tm.edit_config(model, quantization_config={})  # which is no quantisation
     opened = Dense.open(model)
     assert Dense.open(opened) is opened
     assert opened.name == str(model)

@@ -67,13 +67,11 @@ def test_sizes_that_are_none_are_refused(changes, match):
 def test_a_model_of_low_rank_is_refused_wherever_it_is_opened(tmp_path):
     """As earlier versions wrote it: a type of its own, and the ranks by block."""
     dense, folder = (tm.save(tm.tiny("llama"), tmp_path / name) for name in ("dense", "old"))
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"model_type": "low_rank_llama", "ranks": [{"mlp.up_proj": 9}, {"mlp.up_proj": 8}]}
-    path.write_text(json.dumps(config))
+    ranks = [{"mlp.up_proj": 9}, {"mlp.up_proj": 8}]
+    tm.edit_config(folder, model_type="low_rank_llama", ranks=ranks)
     for call in (
         lambda: Dense.open(folder),
-        lambda: Description.read(path),
+        lambda: Description.read(folder / "config.json"),
         lambda: coec.plan(folder),
         lambda: coec.efficiency(dense, folder),
         lambda: coec.compensate_pruned(dense, folder, tmp_path / "out"),

@@ -77,7 +77,8 @@ class SitePattern:
                     raise ModelError(
                         f"{name} does not divide into {units} {self.unit}s: it is {size}"
                     )
-            value = [r for r in producers if r.tensor == f"{prefix}{self.value}.weight"]
+            value_weight = f"{prefix}{self.value}.weight" if self.value else ""
+            value = [rows for rows in producers if rows.tensor == value_weight]
             yield Site(
                 block=block,
                 name=f"{self.name}.{number}" if numbered else self.name,
