@@ -18,7 +18,7 @@ from torch import Tensor
 from coec.devices import at_hand
 from coec.distributed.cluster import AGAIN, HALF, LOOK_S, RETRIES, Cluster, LostError, lost
 from coec.distributed.ray_group import RayGroup
-from coec.distributed.workers import SummingStream, WorkerPool, WorkerWindows
+from coec.distributed.workers import WorkerPool, WorkerWindows
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.planning.run import Run
@@ -55,6 +55,7 @@ class DistributedPass(DensePass):
             f"the model that is in '{dense.folder}' here",
         )
         self._pool = WorkerPool(cluster, self.device, RETRIES)
+        self._arguments: list[tuple[Any, ...]] = []
         self._account: list[dict[str, Any]] = []
 
     @property
@@ -128,14 +129,13 @@ class DistributedPass(DensePass):
         if not self._pool.workers:
             ray = self.cluster.ray
             dense, windows = ray.put(self._dense), shares(*self.windows_of_text(), self._count)
-            self._pool.begin(
-                SummingStream,
-                [(dense, ray.put(share), self.dtype, self.device) for share in windows],
-            )
+            constants = (self.dtype, self.device, self.cluster.threads)
+            self._arguments = [(dense, ray.put(share), *constants) for share in windows]
+            self._pool.begin(len(windows))
         # Empty sums → first worker → … → last worker; what travels between them are references.
         stages: list[Any] = [Sums()]
-        for worker in self._pool.workers:
-            stages.append(worker.add.remote(index, oldest, stages[-1]))
+        for worker, arguments in zip(self._pool.workers, self._arguments, strict=True):
+            stages.append(worker.add.remote(*arguments, (index, oldest), stages[-1]))
         return stages[1:]
 
     def end_if_crowded(self) -> bool:
@@ -250,10 +250,11 @@ def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[WorkerW
     held_batches = () if held_out is None else held_out.split(size)
     # Whole batches: sums then are those of one process, batch by batch.
     count = min(count, len(fit_batches))
-    parts = zip(in_parts(fit_batches, count), in_parts(held_batches, count), strict=True)
     return [
-        (torch.cat(list(fit)), torch.cat(list(held_out)) if held_out else None)
-        for fit, held_out in parts
+        (torch.cat(list(fit)), torch.cat(list(held)) if held else None)
+        for fit, held in zip(
+            in_parts(fit_batches, count), in_parts(held_batches, count), strict=True
+        )
     ]
 
 

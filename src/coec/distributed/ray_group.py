@@ -41,11 +41,12 @@ class RayGroup(WorkerGroup):
         self._begin(workers)
 
     def _begin(self, workers: int) -> None:
-        put = self._cluster.ray.put
-        shards = [put(shard) for shard in self._shards(workers)]
-        self._pool.begin(
-            TwoStreams, [(self._dense, self._run, shard, self._device) for shard in shards]
-        )
+        shards = self._shards(workers)
+        self._arguments = [
+            (self._dense, self._run, self._cluster.ray.put(s), self._device, self._cluster.threads)
+            for s in shards
+        ]
+        self._pool.begin(len(shards))
 
     def _shards(self, workers: int) -> Sequence[Shard]:
         fit, held_out = self._cluster.ray.get(self._windows)
@@ -98,17 +99,21 @@ class RayGroup(WorkerGroup):
         return result
 
     def bring_to(self, index: int, finished: Finished) -> None:
+        numbers = range(len(self._pool.workers))
         # Where every worker stands → blocks that the hindmost have not passed yet
-        answers = [(worker, worker.rewind.remote(index)) for worker in self._pool.workers]
-        before = [(worker, self._awaited(worker, index, answer)) for worker, answer in answers]
-        for passed in range(min(block for _, block in before), index):
-            behind = [worker for worker, block in before if block <= passed]
+        answers = [self._rewind(n, index) for n in numbers]
+        before = [self._awaited(n, index, answers[n]) for n in numbers]
+        for passed in range(min(before), index):
+            behind = [self._pool.workers[n] for n in numbers if before[n] <= passed]
             tensors = dict(tensors_of(finished, passed))
             arguments = self._cluster.ray.put(((passed, tensors), {}))
             for reference in [w.call.remote(TwoStreams.advance, arguments) for w in behind]:
                 self._cluster.get(reference)
 
-    def _awaited(self, worker: Any, limit: int, answer: Any) -> int:
+    def _rewind(self, number: int, limit: int) -> Any:
+        return self._pool.workers[number].rewind.remote(*self._arguments[number], limit)
+
+    def _awaited(self, number: int, limit: int, answer: Any) -> int:
         """Return the block before which a worker stands, which may be about to begin anew."""
         ray, until = self._cluster.ray, time.monotonic() + PATIENCE_S
         while True:
@@ -124,7 +129,7 @@ class RayGroup(WorkerGroup):
                         raise
             self._check_room()
             time.sleep(1)
-            answer = worker.rewind.remote(limit)
+            answer = self._rewind(number, limit)
 
     def account(self) -> tuple[list[str], list[tuple[int, ...]]]:
         """Return the machine of every worker, and how many windows it fits on and holds out."""

@@ -4,11 +4,10 @@ A worker is an actor. What it holds is made anew where its process is new, so th
 the work it had in hand. Where a lost node leaves no room for as many, the pool goes on with fewer.
 """
 
-import functools
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,9 +20,10 @@ from coec.errors import CoecError
 from coec.events import record
 from coec.execution.workers import begin_process
 from coec.models.dense import Dense, Prefetcher
+from coec.planning.run import Run
 from coec.streaming.dense_stream import DenseStream, Sums
 from coec.streaming.layers import State
-from coec.streaming.two_streams import ConsumerStatistics
+from coec.streaming.two_streams import ConsumerStatistics, Shard, TwoStreams
 from coec.types import GramSum
 
 WorkerWindows = tuple[Int[Tensor, "_ length"], Int[Tensor, "_ length"] | None]
@@ -31,48 +31,52 @@ WorkerWindows = tuple[Int[Tensor, "_ length"], Int[Tensor, "_ length"] | None]
 
 
 class WindowWorker:
-    """Hidden states of some windows, in a process of a cluster (an actor).
+    """Hidden states of some windows, in a process of a cluster (an actor)."""
 
-    Args:
-        threads: of this process.
-        make: makes the stream that holds the states, when it is first asked for.
-        arguments: of `make`.
-    """
+    def __init__(self) -> None:
+        self._stream: SummingStream | None = None
+        self._streams: TwoStreams | None = None
 
-    def __init__(self, threads: int, make: Callable[..., Any], *arguments: Any) -> None:
-        begin_process(threads)
-        self._make = functools.partial(make, *arguments)
-        self._stream: Any = None
-
-    def add(self, index: int, oldest: int, sums: Sums) -> Sums:
+    def add(
+        self,
+        dense: Dense,
+        windows: WorkerWindows,
+        dtype: torch.dtype,
+        device: torch.device,
+        threads: int,
+        block: tuple[int, int],
+        sums: Sums,
+    ) -> Sums:
         """Return the sums of a block with this worker's batches added, on the CPU.
 
         Args:
-            index: of the block.
-            oldest: the first block that may be asked for later.
+            dense, windows, dtype, device: as in `SummingStream`.
+            threads: of this process.
+            block: its index, and the oldest index that may be asked for later.
             sums: those of the workers before.
         """
-        added: Sums = self._begun().add(index, oldest, sums)
-        return added
-
-    def rewind(self, limit: int) -> int:
-        """Return the index of the block before which both models stand, at most `limit`."""
-        index: int = self._begun().rewind(limit)
-        return index
-
-    def _begun(self) -> Any:
         if self._stream is None:
-            self._stream = self._make()
-        return self._stream
+            begin_process(threads)
+            self._stream = SummingStream(dense, windows, dtype, device)
+        return self._stream.add(*block, sums)
+
+    def rewind(
+        self, dense: Dense, run: Run, shard: Shard, device: torch.device, threads: int, limit: int
+    ) -> int:
+        """Return the index of the block before which both models stand, at most `limit`."""
+        if self._streams is None:
+            begin_process(threads)
+            self._streams = TwoStreams(dense, run, shard, device)
+        return self._streams.rewind(limit)
 
     def call(
         self, method: Callable[..., Any], arguments: tuple[Sequence[Any], Mapping[str, Any]]
     ) -> list[Any] | None:
         """Return what a method of `TwoStreams` yields, on the CPU; LostError in a new process."""
-        if self._stream is None:
+        if self._streams is None:
             raise LostError("a process was begun anew")
         args, kwargs = arguments
-        values = method(self._stream, *args, **kwargs)
+        values = method(self._streams, *args, **kwargs)
         return None if values is None else [to_cpu(value) for value in values]
 
     def host(self) -> str:
@@ -136,24 +140,20 @@ class WorkerPool:
         self._retries = retries
         self._looked, self._since = 0.0, math.inf
         self.workers: list[Any] = []
-        self._arguments: list[tuple[Any, ...]] = []
 
-    def begin(self, make: Callable[..., Any], arguments: Iterable[tuple[Any, ...]]) -> None:
-        """Begin a worker for each tuple of arguments of what makes its stream."""
+    def begin(self, count: int) -> None:
+        """Begin so many workers."""
         worker = self.cluster.ray.remote(
             max_restarts=-1, max_task_retries=self._retries, scheduling_strategy="SPREAD",
             **self.cluster.resources(self.device, HALF),
         )(WindowWorker)  # fmt: skip
-        # Referred to from here as long as the workers live: a new process is given them again.
-        self._arguments = list(arguments)
-        threads = self.cluster.threads
-        self.workers = [worker.remote(threads, make, *each) for each in self._arguments]
+        self.workers = [worker.remote() for _ in range(count)]
 
     def end(self) -> None:
         """End all workers."""
         for worker in self.workers:
             self.cluster.ray.kill(worker)
-        self.workers, self._arguments = [], []
+        self.workers = []
 
     def hosts(self) -> list[str]:
         """Return the machine of every worker; "lost" where one is being begun anew."""
