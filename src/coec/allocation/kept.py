@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coec.errors import OptionError
-from coec.models.files import parse_json
+from coec.models.files import JsonDict, parse_json
 from coec.models.layout import Layout, Site
 from coec.types import KeptSet
 
@@ -110,7 +110,7 @@ class KeptUnits:
                     f"{units} {sites[key].unit}s (0 to {units - 1}): are they of another model?"
                 )
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonDict:
         """JSON-ready, without the units themselves."""
         record = {"source": self.source, "sha256": self.digest, "sites": len(self.units)}
         return record | ({"inferred_from": self.inferred_from} if self.inferred_from else {})

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from coec.evaluation.efficiency import Efficiency, Speed, Spread
     from coec.events import Progress
+    from coec.models.files import JsonDict
 
 _GENERAL = (
     CommandFlag("sparsity", float, "For --config-only: fraction of units removed. Default: 0.3."),
@@ -89,7 +90,7 @@ def analyze_command(
 
 def _measure(
     model: str, pruned: str | None, flags: common.Values, advance: "Progress"
-) -> tuple["Efficiency", "Speed | None", list[dict[str, Any]] | None]:
+) -> tuple["Efficiency", "Speed | None", "list[JsonDict] | None"]:
     import torch
 
     from coec.devices import choose_device
@@ -122,7 +123,7 @@ def _measure(
 
 
 def _lines(
-    cost: "Efficiency", rates: "Speed | None", summary: dict[str, dict[str, Any]] | None
+    cost: "Efficiency", rates: "Speed | None", summary: "dict[str, JsonDict] | None"
 ) -> Iterator["RenderableType"]:
     models = cost.dense, cost.pruned
     lines: dict[str, list[float]] = {
@@ -166,7 +167,7 @@ def _spread(spread: "Spread") -> str:
     return f"{median} ({low}–{high})"
 
 
-def _geometry(summary: dict[str, dict[str, Any]]) -> "Table":
+def _geometry(summary: "dict[str, JsonDict]") -> "Table":
     """Return averages over modules, and the worst module, per site."""
     from coec.evaluation.geometry import MEASURES
 

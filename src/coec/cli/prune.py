@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+    from coec.models.files import JsonDict
     from coec.pipeline.report import Report
     from coec.planning import Forecast, Plan
 
@@ -215,7 +216,7 @@ def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[
 
 
 def _planned(
-    plan: "Plan", forecast: "Forecast", record: dict[str, Any], out: str | Path | None
+    plan: "Plan", forecast: "Forecast", record: "JsonDict", out: str | Path | None
 ) -> Iterator["RenderableType"]:
     from coec.execution.output import free_space
 
@@ -233,7 +234,7 @@ def _planned(
 
 
 def _sizes(
-    plan: "Plan", alternatives: dict[str, "Plan"], record: dict[str, Any]
+    plan: "Plan", alternatives: dict[str, "Plan"], record: "JsonDict"
 ) -> Iterator["RenderableType"]:
     from coec.models.layout import split_over
     from coec.pipeline.card import counted

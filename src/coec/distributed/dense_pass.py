@@ -21,6 +21,7 @@ from coec.distributed.ray_group import RayGroup
 from coec.distributed.workers import WorkerPool, WorkerWindows
 from coec.events import Progress
 from coec.models.dense import Dense
+from coec.models.files import JsonDict
 from coec.planning.run import Run
 from coec.settings import Calibration, Runtime
 from coec.streaming.dense_stream import Measured, Sums, batch_size, in_parts
@@ -56,7 +57,7 @@ class DistributedPass(DensePass):
         )
         self._pool = WorkerPool(cluster, self.device, RETRIES)
         self._arguments: list[tuple[Any, ...]] = []
-        self._account: list[dict[str, Any]] = []
+        self._account: list[JsonDict] = []
 
     @property
     def _most_pending(self) -> int:
@@ -106,7 +107,7 @@ class DistributedPass(DensePass):
         scheduler = BlockScheduler(self, function, self._dense, self._most_pending)
         return scheduler.results(skip, progress)
 
-    def account(self) -> dict[str, Any]:
+    def account(self) -> JsonDict:
         """Return the windows of every worker that ran, and its host."""
         if self._pool.workers:
             windows = shares(*self.windows_of_text(), self._count)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coec.errors import CalibrationError, CoecError, OptionError, first_line
 from coec.events import Progress
+from coec.models.files import JsonDict
 
 _SURROUNDINGS = ("get_git_commit_hash", "add_env_info")
 """Functions of lm-eval's evaluator that describe the machine, for a record not used here. They run
@@ -96,7 +97,7 @@ def loaded_tasks(
         yield [_loaded(manager, name, files, limit) for name in names]
 
 
-def _local_definition(name: str, file: Path, cache: str) -> dict[str, Any]:
+def _local_definition(name: str, file: Path, cache: str) -> JsonDict:
     """Write a task definition for lm-eval (JSON is YAML): the official one, with local data."""
     entry = official_tasks().task_index[name]
     official = entry.cfg or {}

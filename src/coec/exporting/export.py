@@ -6,13 +6,14 @@ and written one at a time.
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex, TypedDict, Unpack
+from typing import SupportsIndex, TypedDict, Unpack
 
 from coec.errors import OptionError, OutputError
 from coec.events import Progress, recording
 from coec.execution.output import appearing, check_file, check_space, path_of
 from coec.exporting import GGUF_DTYPES
 from coec.models.dense import Dense
+from coec.models.files import JsonDict
 from coec.settings.fields import check_whole
 
 _MAGIC = b"GGUF"
@@ -56,7 +57,7 @@ class Export:
     fallback_bytes: int
     notes: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonDict:
         """Return every field by name."""
         return asdict(self)
 

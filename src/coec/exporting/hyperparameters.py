@@ -11,6 +11,7 @@ from coec.errors import ModelError, OptionError
 from coec.models.architectures import ATTENTION, MLP
 from coec.models.dense import Dense
 from coec.models.description import Description, compute_buffers
+from coec.models.files import JsonDict
 
 PLAIN, LINEAR, YARN, FACTORS = "none", "linear", "yarn", "factors"
 """Kinds of scaling. The first three are llama.cpp's words; the last is a tensor of factors."""
@@ -170,7 +171,7 @@ def rotary_of(model: Description) -> Rotary:
     return Rotary(base, scaling, factor, original)
 
 
-def _check_stored(settings: dict[str, Any], stored: set[str], rope_type: str) -> None:
+def _check_stored(settings: JsonDict, stored: set[str], rope_type: str) -> None:
     """Raises ModelError for a setting that would be lost, and changes what is computed."""
     for key, value in settings.items():
         neutral = {**_YARN_DEFAULTS, "partial_rotary_factor": 1.0}.get(key)

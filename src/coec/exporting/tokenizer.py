@@ -13,13 +13,13 @@ from gguf import GGUFWriter, TokenType
 from coec.calibration.tokens import has_tokenizer, load_tokenizer
 from coec.errors import ModelError
 from coec.exporting.vocabulary import (
-    JsonObject,
     UnknownTokenizerError,
     Vocabulary,
     read_bytes,
     read_pieces,
 )
 from coec.models.dense import Dense
+from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_classes
 
 _INSTEAD = "pass no_tokenizer=True for a file that takes and gives token ids alone"
@@ -100,7 +100,7 @@ def _refused(model: Dense, why: str) -> ModelError:
     )
 
 
-def _vocabulary(content: JsonObject) -> Vocabulary:
+def _vocabulary(content: JsonDict) -> Vocabulary:
     if content["model"]["type"] != "BPE":
         raise UnknownTokenizerError(f"its model is {content['model']['type']}")
     for token in content["added_tokens"]:
@@ -115,7 +115,7 @@ def _vocabulary(content: JsonObject) -> Vocabulary:
 
 
 def _tokens(
-    content: JsonObject, vocabulary: Vocabulary, size: int
+    content: JsonDict, vocabulary: Vocabulary, size: int
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     # Every id of the model needs a token: the vocabulary's, then the added ones, which overrule it.
     tokens = [_UNUSED.format(number) for number in range(size)]
@@ -147,7 +147,7 @@ def _added(tokenizer: Any) -> tuple[bool, bool]:
     raise UnknownTokenizerError(f"it adds the ids {ids} to a text")
 
 
-def _special(tokenizer: Any, config: JsonObject) -> dict[str, int]:
+def _special(tokenizer: Any, config: JsonDict) -> dict[str, int]:
     """Find ids by their role, in the tokenizer or else in the configuration."""
     ids: dict[str, int] = {}
     for role in ("bos", "eos", "unk", "pad"):

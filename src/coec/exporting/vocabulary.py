@@ -11,12 +11,10 @@ among the merges, and those of one token stand together.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 from gguf import TokenType
 
-JsonObject: TypeAlias = dict[str, Any]
-"""Object of a tokenizer.json."""
+from coec.models.files import JsonDict
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def pairs(merges: list[list[str] | str]) -> tuple[tuple[str, str], ...]:
     return tuple((first, second) for first, second in split)
 
 
-def in_order(entry: JsonObject | None, key: str) -> list[JsonObject]:
+def in_order(entry: JsonDict | None, key: str) -> list[JsonDict]:
     """List the steps of a normalizer or pre-tokenizer, of which there may be several or none."""
     if entry is None:
         return []
@@ -98,7 +96,7 @@ NORMAL_FORM = (
 )
 
 
-def read_bytes(content: JsonObject) -> Vocabulary | None:
+def read_bytes(content: JsonDict) -> Vocabulary | None:
     """Read byte-level BPE that llama.cpp has; None for another kind of tokenizer."""
     steps = in_order(content["pre_tokenizer"], "pretokenizers")
     if not steps or steps[-1]["type"] != "ByteLevel":
@@ -121,7 +119,7 @@ def read_bytes(content: JsonObject) -> Vocabulary | None:
     return Vocabulary("gpt2", name, merges=pairs(model["merges"]), notes=tuple(notes))
 
 
-def _cuts(steps: list[JsonObject]) -> tuple[str, ...]:
+def _cuts(steps: list[JsonDict]) -> tuple[str, ...]:
     """List the expressions whose matches are cut apart, in order."""
     cuts: list[str] = []
     for step in steps:
@@ -149,7 +147,7 @@ _PREFIXES = {"always": (True, (_ALWAYS,)), "first": (True, (_FIRST,)), "never": 
 """By the name of a scheme: True where a space is put before a text, and notes on it."""
 
 
-def read_pieces(content: JsonObject) -> Vocabulary | None:
+def read_pieces(content: JsonDict) -> Vocabulary | None:
     """Read BPE over pieces that llama.cpp has; None for another kind of tokenizer."""
     model = content["model"]
     if not model["vocab"].keys() >= BYTES or not model.get("byte_fallback"):
@@ -167,7 +165,7 @@ def read_pieces(content: JsonObject) -> Vocabulary | None:
     )
 
 
-def _prefix(content: JsonObject) -> tuple[bool, tuple[str, ...]]:
+def _prefix(content: JsonDict) -> tuple[bool, tuple[str, ...]]:
     """Tell if a space is put before a text, with notes on it."""
     normalizers = in_order(content["normalizer"], "normalizers")
     steps = in_order(content["pre_tokenizer"], "pretokenizers")

@@ -19,6 +19,7 @@ from coec.calibration.tokens import source_of
 from coec.compensation import Method, compensate
 from coec.compensation.methods import called
 from coec.errors import OptionError
+from coec.models.files import JsonDict
 from coec.settings import (
     NAMES,
     OPTIONS,
@@ -198,7 +199,7 @@ class Recipe:
         assert kept is None or isinstance(kept, KeptUnits)  # `opened` read them
         return kept
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonDict:
         """Return the resolved recipe for the report, defaults of the compensation included."""
         source = self.calibration.source
         return {
@@ -213,7 +214,7 @@ class Recipe:
         }
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> JsonDict:
     """Return flat settings from a TOML file; dashes and underscores in keys are alike.
 
     Raises OptionError where the file is missing, not TOML, or holds a table, a key that is no
@@ -252,7 +253,7 @@ def _meant(name: str) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def read_toml(path: Path, name: str, missing: str) -> dict[str, Any]:
+def read_toml(path: Path, name: str, missing: str) -> JsonDict:
     """Return the content of a TOML file, which messages call `name`.
 
     Raises OptionError where it cannot be read or is too large, `missing` where it is not there.
