@@ -18,7 +18,6 @@ from pydantic import (
 )
 
 from coec.errors import ResultsError
-from coec.models.files import JsonDict
 from coec.settings import OPTIONS, RECIPE
 
 NO_REASON = "no reason recorded"
@@ -214,10 +213,10 @@ class Row(Record):
     peak_memory_bytes: Count | None = None
     environment: Annotated[dict[Text, Text], Absent] = {}
     identity: dict[Text, Text | None] = {}
-    _record: JsonDict = PrivateAttr(default_factory=dict)
+    _record: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
-    def record(self) -> JsonDict:
+    def record(self) -> dict[str, Any]:
         """The object that was read, with fields that no attribute names."""
         return self._record
 
