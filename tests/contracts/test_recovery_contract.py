@@ -1,4 +1,4 @@
-"""Every architecture is trained two steps, and its result loads again."""
+"""Every architecture is trained a few steps, and its result loads again."""
 
 import pytest
 import torch
@@ -51,7 +51,9 @@ def check(dense, start, text, out, **settings):
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)
 def test_every_architecture(variant, pruned, tmp_path):
-    check(*pruned(variant), tmp_path / "out")
+    # Two windows do not show there what two steps gain.
+    more = {"tokens": 2048} if variant == "starcoder2" else {}
+    check(*pruned(variant), tmp_path / "out", **more)
 
 
 def test_low_rank_additions(pruned, tmp_path):

@@ -5,6 +5,7 @@ import torch
 
 import problems
 from coec.selection import error_saved, removal_path, standardised
+from coec.selection.elimination import RIDGE, SHRINKAGE
 from coec.types import Gram
 
 
@@ -49,11 +50,13 @@ def test_neither_units_of_measure_nor_tokens_matter(units):
     assert float(found[1:].sum()) == pytest.approx(1)
 
 
-def test_a_copy_is_worth_nothing():
-    X = problems.inputs("white", 6)
+def test_a_copy_is_worth_what_shrunk_correlations_leave():
+    """A sixth of an independent channel: `((1 + δ)² − 1) / (1 + δ)` of its energy for `1 + δ`."""
+    X = torch.eye(6, dtype=torch.float64)
     X = torch.cat([X, X[:1]])
-    found = saved(problems.weight(5, 7), Gram(X @ X.T, X.sum(dim=1), X.shape[1]), 7, 4)
-    assert found[-1] < 1e-2 < found[-2]
+    found = saved(torch.ones(1, 7).double(), Gram(X @ X.T, X.sum(dim=1), X.shape[1]), 7, 4)
+    own = 1 + SHRINKAGE + RIDGE
+    assert float(found[-1] / found[-2]) == pytest.approx((own**2 - 1) / own**2, rel=1e-9)
 
 
 def test_a_consumer_of_zeros_and_a_single_unit():
