@@ -42,7 +42,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "balanced": Preset(
         "Every block trained, briefly, towards the dense model's hidden states.",
-        4.0,
+        3.2,
         _CLOSED_FORMS | {
             "reconstruct": 4, "prediction_passes": 2, "final_norm": True, "holdout": HELD_OUT,
             "bos": "auto",
