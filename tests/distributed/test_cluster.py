@@ -122,12 +122,12 @@ def test_a_job_of_a_sweep_needs_a_node_of_as_many_cores_as_threads():
 
 
 def test_jobs_of_a_sweep_say_what_they_wait_for(monkeypatch):
-    made, waits = cluster((2, 0, 1)), iter([[], ["done"]])
+    made, waits = cluster((2, 0, 1)), iter([[], ["done"], ["done"]])
     jobs = ClusterJobs(made, CPU)
     task = SimpleNamespace(remote=lambda *arguments: "reference")
     made.ray = SimpleNamespace(
         nodes=cluster((1, 0, 1)).ray.nodes, remote=lambda **options: lambda function: task,
-        wait=lambda references, timeout: (next(waits), []), cancel=lambda reference: None,
+        wait=lambda references, timeout: (next(waits), []), cancel=None,
     )  # fmt: skip
     monkeypatch.setattr(Cluster, "get", lambda self, reference: (3, "host"))
     with recording() as events:
@@ -174,3 +174,15 @@ def test_what_one_process_does_is_not_handed_out(tmp_path):
     how = {"statistics": tmp_path / "stats", "executor": "ray", "preset": "paper"}
     with pytest.raises(OptionError, match="executor = ray has no effect with statistics"):
         coec.prune(model, tmp_path / "out", **how)
+
+
+def test_only_what_is_unfinished_is_cancelled():
+    """Ray ends the driver where the reply of a task meets its cancellation."""
+    cancelled = []
+    made = cluster((2, 0, 0))
+    made.ray.wait = lambda references, timeout: (
+        (references, []) if references == ["finished"] else ([], references)
+    )
+    made.ray.cancel = cancelled.append
+    made.cancel(["finished", "running", "finished", "waiting"])
+    assert cancelled == ["running", "waiting"]

@@ -185,8 +185,7 @@ class BlockScheduler:
             self._show(progress, finished, total)
             if not ready and self._source.end_if_crowded():
                 # The workers are new: all sums on their way are lost, and begin again.
-                for task in self._pending:
-                    self._cluster.ray.cancel(task)
+                self._cluster.cancel(list(self._pending))
                 waiting = sorted([*waiting, *self._indices()])
                 self._pending.clear()
             for task in ready:

@@ -93,7 +93,7 @@ class RayGroup(WorkerGroup):
             try:
                 self._check_room()
             except LostError:
-                self._cluster.ray.cancel(reference)
+                self._cluster.cancel([reference])
                 raise
         result: tuple[Value, str | None] = self._cluster.get(reference)
         return result
