@@ -66,11 +66,11 @@ def right_objective(R, s, Gxx, C, yy):
     return (t**2 * quadratic - 2 * t * linear + yy) / yy
 
 
-def greedy_elimination(W0, G, units, keep, ridge=1e-3, shrinkage=0.1):
+def greedy_elimination(W0, G, units, keep, ridge=1e-3, damping=0.1):
     """METHODS §3 word for word, on W itself: the units that go, first to last."""
     width = W0.shape[1] // units
     own, mean = G.diagonal(), G.diagonal().mean()
-    A = torch.linalg.inv(G + (shrinkage * own + ridge * mean * torch.ones_like(own)).diag())
+    A = torch.linalg.inv(G + (damping * own + ridge * mean * torch.ones_like(own)).diag())
     W, rest, order = W0.clone(), list(range(units)), []
 
     def columns(g):

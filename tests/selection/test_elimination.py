@@ -54,7 +54,7 @@ def test_an_indefinite_gram_is_clamped_and_said_so():
     ridge = 1e-3 * float(G.diagonal().mean() / clamped.diagonal().mean())
     with recording() as events:
         order = removal_order(W, G, 24, 3, 5)
-    assert order == oracles.greedy_elimination(W, clamped, 24, 3, ridge, shrinkage=0)
+    assert order == oracles.greedy_elimination(W, clamped, 24, 3, ridge, damping=0)
     assert len(events) == 1
     assert "indefinite Gram" in events[0]
 

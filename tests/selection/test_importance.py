@@ -5,7 +5,7 @@ import torch
 
 import problems
 from coec.selection import error_saved, removal_path, standardised
-from coec.selection.elimination import RIDGE, SHRINKAGE
+from coec.selection.elimination import DAMPING, RIDGE
 from coec.types import Gram
 
 
@@ -55,7 +55,7 @@ def test_a_copy_is_worth_what_shrunk_correlations_leave():
     X = torch.eye(6, dtype=torch.float64)
     X = torch.cat([X, X[:1]])
     found = saved(torch.ones(1, 7).double(), Gram(X @ X.T, X.sum(dim=1), X.shape[1]), 7, 4)
-    own = 1 + SHRINKAGE + RIDGE
+    own = 1 + DAMPING + RIDGE
     assert float(found[-1] / found[-2]) == pytest.approx((own**2 - 1) / own**2, rel=1e-9)
 
 

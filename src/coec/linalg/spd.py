@@ -123,7 +123,7 @@ def noise(
 
 
 def regularized_inverse(
-    G: Float[Tensor, "d d"], ridge: float, shrinkage: float = 0.0
+    G: Float[Tensor, "d d"], ridge: float, damping: float = 0.0
 ) -> tuple[Float[Tensor, "d d"], float]:
     """`((G + δ diag G)/u + λ I)⁻¹` and `λ = ridge · mean(diag G/u)`, in float64.
 
@@ -139,9 +139,9 @@ def regularized_inverse(
     Args:
         G: symmetric, of any floating-point dtype.
         ridge: relative to the mean diagonal, above 0.
-        shrinkage: δ, by which correlations of channels shrink: to `1/(1 + δ)` of what G has.
+        damping: δ, by which correlations of channels shrink: to `1/(1 + δ)` of what G has.
     """
-    shifted, shift = _shifted(G, ridge, shrinkage)
+    shifted, shift = _shifted(G, ridge, damping)
     L, info = torch.linalg.cholesky_ex(shifted)
     del shifted
     if int(info) == 0:
@@ -154,7 +154,7 @@ def regularized_inverse(
         del inverse
     del L
     # Built again, so that only G, L and the inverse are in memory until here.
-    mu, E = eigh(_shifted(G, ridge, shrinkage)[0])
+    mu, E = eigh(_shifted(G, ridge, damping)[0])
     _is_indefinite(mu - shift)
     # E diag(max(μ, 0) + λ)^(−½), whose product with its transpose is the inverse
     E *= (mu - shift).clamp_min_(0).add_(shift).rsqrt_()
@@ -162,7 +162,7 @@ def regularized_inverse(
 
 
 def _shifted(
-    G: Float[Tensor, "d d"], ridge: float, shrinkage: float
+    G: Float[Tensor, "d d"], ridge: float, damping: float
 ) -> tuple[Float[Tensor, "d d"], float]:
     """`(G + δ diag G)/u + λ I` and λ, of `regularized_inverse`."""
     shifted = G.to(torch.float64, copy=True)
@@ -170,7 +170,7 @@ def _shifted(
     shift = ridge * float(shifted.diagonal().mean())
     if not shift > 0:
         shift = 1.0
-    shifted.diagonal().mul_(1 + shrinkage).add_(shift)
+    shifted.diagonal().mul_(1 + damping).add_(shift)
     return shifted, shift
 
 

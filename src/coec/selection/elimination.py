@@ -31,7 +31,7 @@ from coec.types import Gram
 
 RIDGE = 1e-3
 """λ, relative to the mean channel energy."""
-SHRINKAGE = 0.1
+DAMPING = 0.1
 """δ: correlations of channels count 1/(1 + δ) of what the calibration text shows. Without it the
 units that stay serve text of another kind worse, by a third of the error (docs/lab/LOG.md)."""
 PANEL = 128
@@ -147,14 +147,14 @@ class _Elimination:
         """
         d = len(G)
         # A = ((G + δ diag G)/u + λI)⁻¹ and N = W₀ᵀW₀, rows of W₀ strip by strip
-        A, ridge = regularized_inverse(G, RIDGE, SHRINKAGE)
+        A, ridge = regularized_inverse(G, RIDGE, DAMPING)
         N, unit = torch.zeros_like(A), power_of_two(weight)
         for rows in weight.split(_STRIP):
             scaled = rows.to(A.dtype) / unit
             _add(N, scaled, scaled)
         names, stays = torch.arange(units), torch.ones(units, dtype=torch.bool)
         # No eigenvalue of G + δ diag G exceeds its trace.
-        least = RIDGE / (d * ridge * (1 + SHRINKAGE + RIDGE))
+        least = RIDGE / (d * ridge * (1 + DAMPING + RIDGE))
         return cls(A, N, d // units, least, names, stays)
 
     def panel(self, steps: int) -> Removal:
