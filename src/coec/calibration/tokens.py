@@ -146,15 +146,17 @@ def read_stream(
     )
     at_once = extent.at_once or LONG_TEXT
     # Beginning of the text → digest, special tokens around it → ids, at once or in pieces
-    beginning = ""
+    pieces, characters = [], 0
     for text in texts:
-        beginning += text
-        if len(beginning) > at_once:
+        pieces.append(text)
+        characters += len(text)
+        if characters > at_once:
             break
+    beginning = "".join(pieces)
     loaded = chat.tokenizer
     sha256 = hashlib.sha256(beginning[:at_once].encode()).hexdigest()
     ends = _special_ends(loaded, beginning[:_PROBED].strip() or _PROBE)
-    special, characters = loaded.num_special_tokens_to_add(), len(beginning)
+    special = loaded.num_special_tokens_to_add()
     in_pieces = characters > at_once
     if in_pieces:
         texts = itertools.chain([beginning], texts)

@@ -5,8 +5,7 @@ choice whether windows begin with the tokenizer's start.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,13 +50,19 @@ def window_maker(
 
     def make(device: torch.device, dtype: torch.dtype, progress: Progress | None) -> Windows:
         # Only sampling needs the whole network in memory; everywhere else a block will do.
-        with _room_for_all(device):
+        try:
             network = dense.network(device, dtype, noted=True)
             return sample_from_model(
                 network, tokenizer, samples=calibration.samples, seq_len=seq_len,
                 seed=calibration.seed, at_once=windows_that_fit(dense, network, seq_len),
                 progress=progress,
             )  # fmt: skip
+        except torch.OutOfMemoryError:
+            elsewhere = "" if device.type == "cpu" else ", or device=cpu"
+            raise CalibrationError(
+                f"text cannot be sampled from the model: {device} has no room for all of it: "
+                f"calibrate on a text, not on self{elsewhere}"
+            ) from None
 
     return make
 
@@ -170,19 +175,6 @@ def _drawn(streams: Sequence[Stream], dense: Dense, calibration: Calibration) ->
         return mixed(drawn, str(source))
 
     return [draw(bos) for bos in ways]
-
-
-@contextmanager
-def _room_for_all(device: torch.device) -> Iterator[None]:
-    """Say in one line that the whole network does not fit in the device's memory."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        elsewhere = "" if device.type == "cpu" else ", or device=cpu"
-        raise CalibrationError(
-            f"text cannot be sampled from the model: {device} has no room for all of it: "
-            f"calibrate on a text, not on self{elsewhere}"
-        ) from None
 
 
 def check_calibrations(dense: Dense, calibrations: Sequence[Calibration], runtime: Runtime) -> None:
