@@ -31,20 +31,22 @@ def start(method, W, kept):
     return W[:, kept.indices] * (method == "ridge-to-slice")
 
 
+@pytest.mark.parametrize("standardize", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("tokens", [6, 15, 60])
-def test_held_out_windows_choose_the_ridge_of_lowest_error_on_them(method, tokens):
+def test_held_out_windows_choose_the_ridge_of_lowest_error_on_them(method, tokens, standardize):
     """As tried one after the other; fewer tokens than columns too."""
     X, held, W, kept = case(tokens)
     target = W + 0.3 * problems.weight(M, D, 7)
     S, A, errors = start(method, W, kept), gram(X[kept.indices]).xx, {}
     for ridge in GRID:
-        shifted = A + ridge * A.diagonal().mean() * torch.eye(K).to(A)
+        energy = A.diagonal() if standardize else A.diagonal().mean().expand(K)
+        shifted = A + ridge * energy.diag()
         change = (W @ X - S @ X[kept.indices]) @ X[kept.indices].T @ torch.linalg.inv(shifted)
         errors[ridge] = oracles.relative_error(target, held, kept.indices, S + change)
     fitted = OutputProblem.of(W, gram(X).xx, kept)
     judge = OutputProblem.of(target, gram(held).xx, kept)
-    chosen = best_ridge(fitted, S, tokens, held_out=judge)
+    chosen = best_ridge(fitted, S, tokens, held_out=judge, standardize=standardize)
     assert errors[chosen] == pytest.approx(min(errors.values()), rel=1e-9)
 
 

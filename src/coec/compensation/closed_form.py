@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.objective import OutputProblem, kept_columns
-from coec.compensation.ridge import best_ridge
+from coec.compensation.ridge import best_ridge, channel_scale
 from coec.linalg.decompose import svd
 from coec.linalg.gcv import global_scale
 from coec.linalg.polar import polar
@@ -39,7 +39,7 @@ def bias(problem: SiteProblem) -> SiteResult:
 
 
 def least_squares(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
-    """Ridge regression of the wanted output on the kept inputs: `W̃ = Gyx (Gxx + λ I)⁻¹`.
+    """Ridge regression of the wanted output on the kept inputs: `W̃ = Gyx (Gxx + Λ)⁻¹`.
 
     A ridge of 0 gives the minimum-norm least-squares solution.
 
@@ -50,10 +50,10 @@ def least_squares(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 
 
 def ridge_to_slice(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
-    """Ridge on the correction: `W̃ = W_K + (Gyx − W_K Gxx)(Gxx + λ I)⁻¹`.
+    """Ridge on the correction: `W̃ = W_K + (Gyx − W_K Gxx)(Gxx + Λ)⁻¹`.
 
     The penalty is on the distance to the slice, so on the calibration data it is never worse than
-    no compensation, for any λ.
+    no compensation, for any Λ.
 
     Source: this project.
     """
@@ -63,15 +63,20 @@ def ridge_to_slice(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 def _drawn_to(
     start: Float[Tensor, "m k"], problem: SiteProblem, options: RidgeOptions
 ) -> SiteResult:
-    """Ridge regression whose penalty is on the distance to S: `S + (Gyx − S Gxx)(Gxx + λ I)⁻¹`."""
+    """Ridge regression whose penalty is on the distance to S: `S + (Gyx − S Gxx)(Gxx + Λ)⁻¹`.
+
+    Λ is λ times the mean diagonal of Gxx, or `λ diag Gxx` where channels are standardised.
+    """
     target = OutputProblem.of_site(problem)
     ridge = options.ridge
     if isinstance(ridge, str):
-        ridge = best_ridge(target, start, problem.gram.tokens)
+        ridge = best_ridge(target, start, problem.gram.tokens, standardize=options.standardize)
+    scale = channel_scale(target.Gxx, standardize=options.standardize)
+    target, start = target.scaled(scale), start * scale
     # Gyx − S Gxx → times (Gxx + λI)⁻¹
     residual = target.Gyx - start @ target.Gxx
     correction = solve_right(residual, target.Gxx, ridge, target.precision)
-    return SiteResult(start + correction, diagnostics={"ridge": ridge})
+    return SiteResult((start + correction) / scale, diagnostics={"ridge": ridge})
 
 
 def rcpu(problem: SiteProblem) -> SiteResult:

@@ -13,11 +13,21 @@ GRID: tuple[float, ...] = tuple(torch.logspace(-4, 1, 25, dtype=torch.float64).t
 """What is tried, relative to the mean diagonal of Gxx."""
 
 
+def channel_scale(Gxx: Float[Tensor, "k k"], *, standardize: bool) -> Float[Tensor, " k"]:
+    """Return the unit of every channel: the root of its energy where it is standardised, else 1.
+
+    A channel without energy keeps its own unit, 1.
+    """
+    energy = Gxx.diagonal()
+    return torch.where(energy > 0, energy.sqrt(), 1.0) if standardize else torch.ones_like(energy)
+
+
 def best_ridge(
     fitted: OutputProblem,
     start: Float[Tensor, "m k"],
     tokens: int,
     *,
+    standardize: bool = False,
     unexplained: float = 0.0,
     held_out: OutputProblem | None = None,
 ) -> float:
@@ -32,9 +42,12 @@ def best_ridge(
         fitted: the problem that the regression solves.
         start: S, what the penalty draws to: the slice, or 0.
         tokens: N. Weights of tokens are not counted, which would make it less.
+        standardize: over channels of unit energy, so that λ I stands for `λ diag Gxx`.
         unexplained: energy of the outputs beside that of `T x`; it tells noise from signal.
         held_out: the problem over further windows.
     """
+    scale = channel_scale(fitted.Gxx, standardize=standardize)
+    fitted, start = fitted.scaled(scale), start * scale
     mu, Q = eigh(fitted.Gxx)
     mu = mu.clamp_min(0)
     # Gxx → Q, μ; W̃(λ) = S + P diag(f) Qᵀ with one row of f for every λ
@@ -43,6 +56,7 @@ def best_ridge(
     unit = float(fitted.Gxx.diagonal().mean())
     f = 1 / (mu + grid[:, None] * (unit if unit > 0 else 1.0))
     if held_out is not None:
+        held_out = held_out.scaled(scale)
         # 𝓛 over the validation windows, but for constants: fᵀ (PᵀP ∘ Qᵀ Gxx Q) f − 2 fᵀ slope
         curvature = (P.T @ P).mul_(Q.T @ held_out.Gxx @ Q)
         slope = (P * ((held_out.Gyx - start @ held_out.Gxx) @ Q)).sum(dim=0)

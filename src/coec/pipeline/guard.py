@@ -48,13 +48,16 @@ class Judge:
         """True where there are fewer than `FEW` tokens for every kept column."""
         return few(self.gram.tokens, len(self.kept.indices))
 
-    def best_ridge(self, method: Method, fitted: Gram, unexplained: float) -> float:
+    def best_ridge(
+        self, method: Method, fitted: Gram, unexplained: float, *, standardize: bool
+    ) -> float:
         """Return the ridge of a regression by held-out error, or else by cross-validation.
 
         Args:
             method: the regression.
             fitted: the statistics that held-out windows judge.
             unexplained: energy of the outputs beside the target's on them.
+            standardize: as the regression does.
         """
         start = kept_columns(self.weight, self.kept)
 
@@ -65,7 +68,7 @@ class Judge:
         held_out = None if held is None else problem(held, self.held_out_target)
         return best_ridge(
             problem(fitted, self.target), start if method.shrinks else torch.zeros_like(start),
-            fitted.tokens, unexplained=unexplained, held_out=held_out,
+            fitted.tokens, standardize=standardize, unexplained=unexplained, held_out=held_out,
         )  # fmt: skip
 
     def guarded(

@@ -380,7 +380,7 @@ class BlockReconstruction:
         held_out, held_out_target = None, None
         columns = self._pruned_sites[site.key].columns
         guarded = self._run.recipe.calibration.guard and few(gram.tokens, columns)
-        if self._held_out and (guarded or self._run.recipe.chooses_ridge):
+        if self._held_out and (guarded or self._run.recipe.ridge_to_choose):
             held_out, held_out_target, _ = self._gram_and_target(number, site, tensors, "held")
         return SiteStatistics(gram, held_out, target, held_out_target, unexplained)
 

@@ -250,8 +250,10 @@ def _solve_site(
             weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
             held_out, statistics.target, statistics.held_out_target,
         )  # fmt: skip
-        if run.recipe.chooses_ridge:
-            ridge = judge.best_ridge(method, fitted, statistics.unexplained)
+        if (regression := run.recipe.ridge_to_choose) is not None:
+            ridge = judge.best_ridge(
+                method, fitted, statistics.unexplained, standardize=regression.standardize
+            )
             options = {**options, "ridge": ridge}
 
         def compensated(sums: Gram) -> SiteResult:

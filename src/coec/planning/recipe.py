@@ -175,10 +175,12 @@ class Recipe:
         return ALLOCATIONS[self.pruning.allocation]
 
     @property
-    def chooses_ridge(self) -> bool:
-        """True where every site's ridge is chosen from the data."""
+    def ridge_to_choose(self) -> RidgeOptions | None:
+        """The regression's options where every site's ridge is chosen from the data, else None."""
         options = self.method.chosen(self.pruning.options)
-        return isinstance(options, RidgeOptions) and isinstance(options.ridge, str)
+        if isinstance(options, RidgeOptions) and isinstance(options.ridge, str):
+            return options
+        return None
 
     @property
     def score(self) -> Callable[..., Tensor]:
