@@ -12,6 +12,7 @@ import torch
 
 import coec
 import tiny_models as tm
+from coec import devices
 from coec.cli.commands import app
 from coec.cli.common import measuring, named
 from coec.cli.prune import prune_command
@@ -194,6 +195,17 @@ def test_a_dry_run_needs_only_the_configuration(run, tmp_path):
     assert "solving mlp" in out
     assert "a rough total" in out
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_dry_run_shows_the_plan_that_does_not_fit(run, tmp_path, monkeypatch):
+    """Whoever plans for a larger machine needs its figures; the refusal comes behind them."""
+    little = devices.FreeMemory(None, 1_000_000)
+    monkeypatch.setattr(devices.FreeMemory, "of", lambda device: little)
+    (tmp_path / "config.json").write_text(json.dumps(tm.raw_config("llama")))
+    status, out, err = run("prune", tmp_path, "--dry-run")
+    assert (status, "solving mlp" in out) == (1, True)
+    assert err.startswith("coec: about ")
+    assert "GB of memory are needed" in err
 
 
 def test_flags_win_over_the_recipe_file(dense, tokens, run, tmp_path):

@@ -260,7 +260,6 @@ def test_a_number_that_may_be_left_to_the_data_is_either_wherever_it_is_given(va
     (tmp_path / "recipe.toml").write_text(f"preset = 'fast'\nridge = {value!r}\n")
     recipe = Recipe(**read_settings(tmp_path / "recipe.toml"))
     assert recipe.pruning.options == {"ridge": value}
-    assert (recipe.ridge_to_choose is not None) == (value == "auto")
     model = tm.save(tm.tiny("llama"), tmp_path / "model")
     status, *_ = run("prune", model, "--dry-run", "--preset", "fast", "--ridge", value)
     assert status == 0
@@ -276,7 +275,8 @@ def test_an_option_of_a_users_method_may_be_called_alike():
     def drawn(problem, *, ridge="auto"):
         return SiteResult(problem.weight[:, problem.kept.indices])
 
-    assert Recipe(preset="paper", compensation=drawn, ridge="auto").ridge_to_choose is None
+    recipe = Recipe(preset="paper", compensation=drawn, ridge="auto")
+    assert recipe.pruning.options == {"ridge": "auto"}
 
 
 @pytest.mark.parametrize("preset", ["fast", "best"])

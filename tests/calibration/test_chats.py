@@ -92,5 +92,5 @@ def test_a_list_that_is_no_chat_is_not_taken_for_one(dense, tmp_path):
 
 def test_a_tokenizer_without_a_template_cannot_render_chats(dense, tmp_path):
     plain = tm.save(tm.tiny("llama"), tmp_path / "plain")
-    with pytest.raises(CalibrationError, match="chat 1 cannot be rendered .*chat template"):
+    with pytest.raises(CalibrationError, match="no chat template to write them"):
         opened(plain, written(tmp_path / "chats.jsonl", rows_of("openai")))

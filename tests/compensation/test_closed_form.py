@@ -48,28 +48,29 @@ def test_least_squares_without_a_ridge_is_torchs():
     torch.testing.assert_close(result.weight, expected, rtol=CLOSED_FORM, atol=CLOSED_FORM)
 
 
-@pytest.mark.parametrize("standardize", [False, True])
-def test_ridge_is_least_squares_on_more_rows(standardize):
+@pytest.mark.parametrize("ridge", [0.05, "auto"])
+def test_ridge_is_least_squares_on_more_rows(ridge):
     """The penalty as extra data: the textbook augmentation."""
     W, gram, kept, X = case()
-    ridge, energy = 0.05, gram.xx.diagonal()[kept]
-    root = (ridge * (energy if standardize else energy.mean().expand(5))).sqrt().diag()
+    energy = gram.xx.diagonal()[kept]
+    if ridge == "auto":  # nine tokens more for every column, of the mean energy of the others
+        root = (9 * len(kept) * energy / X.shape[1]).sqrt().diag()
+    else:
+        root = (ridge * energy.mean().expand(5)).sqrt().diag()
     inputs = torch.cat([X[kept], root], dim=1).T
     for method, pull in {"least-squares": 0 * W[:, kept], "ridge-to-slice": W[:, kept]}.items():
         outputs = torch.cat([W @ X, pull @ root], dim=1).T
         expected = torch.linalg.lstsq(inputs, outputs).solution.T
-        options = {"method": method, "ridge": ridge, "standardize": standardize}
-        result = coec.compensate(W, gram, kept, **options)
+        result = coec.compensate(W, gram, kept, method=method, ridge=ridge)
         torch.testing.assert_close(result.weight, expected, rtol=CLOSED_FORM, atol=CLOSED_FORM)
 
 
-@pytest.mark.parametrize("ridge", [0.3, "auto"])
-def test_a_standardised_ridge_does_not_know_the_units_of_channels(ridge):
+def test_an_automatic_ridge_does_not_know_the_units_of_channels():
     """Channels in other units, one of them silent: the same outputs."""
     W, _, kept, X = case()
     X[kept[1]] = 0
     unit = torch.logspace(-3, 3, D, dtype=X.dtype)[:, None]
-    options = {"method": "ridge-to-slice", "ridge": ridge, "standardize": True}
+    options = {"method": "ridge-to-slice", "ridge": "auto"}
     plain = coec.compensate(W, statistics(X), kept, **options)
     other = coec.compensate(W / unit.T, statistics(unit * X), kept, **options)
     outputs = plain.weight @ X[kept]
@@ -78,13 +79,12 @@ def test_a_standardised_ridge_does_not_know_the_units_of_channels(ridge):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.floats(0, 1e6), st.booleans(), st.integers(0, 50), st.sampled_from(problems.KINDS))
-def test_ridge_to_slice_is_never_worse_than_the_slice(ridge, standardize, seed, kind):
+@given(st.floats(0, 1e6) | st.just("auto"), st.integers(0, 50), st.sampled_from(problems.KINDS))
+def test_ridge_to_slice_is_never_worse_than_the_slice(ridge, seed, kind):
     if kind == "indefinite":  # no inputs have such statistics
         return
     W, gram, kept, _ = case(kind, seed)
-    options = {"ridge": ridge, "standardize": standardize}
-    diagnostics = coec.compensate(W, gram, kept, method="ridge-to-slice", **options).diagnostics
+    diagnostics = coec.compensate(W, gram, kept, method="ridge-to-slice", ridge=ridge).diagnostics
     assert diagnostics["error_after"] <= diagnostics["error_before"] + 1e-9
 
 

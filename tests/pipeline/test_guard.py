@@ -7,10 +7,8 @@ from safetensors.torch import load_file
 import coec
 import tiny_models as tm
 from coec.calibration.windows import with_judges
-from coec.compensation.ridge import GRID, best_ridge
 from coec.compensation.shrinkage import FEW
 from coec.models.dense import Dense
-from coec.pipeline import guard
 from coec.settings import Calibration
 from coec.types import KeptSet
 
@@ -173,49 +171,6 @@ def test_few_tokens_do_not_ruin_a_trained_model(shared, tmp_path, method):
         result = coec.perplexity(out, str(text / "test.txt"), seq_len=256, max_windows=30)
         perplexity[compensation] = result.perplexity
     assert perplexity[method] < 1.02 * perplexity["none"]
-
-
-@pytest.fixture
-def choices(monkeypatch):
-    """What every choice of a ridge was made from, in order."""
-    calls = []
-
-    def recorded(fitted, start, tokens, **known):
-        calls.append({"tokens": tokens, **known})
-        return best_ridge(fitted, start, tokens, **known)
-
-    monkeypatch.setattr(guard, "best_ridge", recorded)
-    return calls
-
-
-@pytest.mark.parametrize("compensation", ["least-squares", "ridge-to-slice"])
-def test_held_out_windows_choose_the_ridge_by_what_is_fitted_on_the_others(
-    pruned, choices, compensation
-):
-    """Then it is a ridge like any other: of the whole fit, and of the one that is judged."""
-    report, written = pruned(compensation=compensation, ridge="auto")
-    assert {call["tokens"] for call in choices} == {4 * LENGTH}  # of six windows two judge
-    assert all(call["held_out"] is not None for call in choices)
-    for row in report.sites:
-        assert row["ridge"] in GRID
-        settings = {"compensation": compensation, "ridge": row["ridge"]}
-        constant, same = pruned(row["module"], **settings)
-        [other] = [other for other in constant.sites if other["module"] == row["module"]]
-        assert other["followed"] == row["followed"]
-        assert torch.equal(written[row["module"] + ".weight"], same[row["module"] + ".weight"])
-
-
-@pytest.mark.parametrize("holdout", [0.0, 0.25])
-def test_in_order_the_ridge_is_chosen_beside_what_no_input_explains(pruned, choices, holdout):
-    report, _ = pruned(compensation="ridge-to-slice", ridge="auto", samples=2 * PLENTY,
-                       propagate=True, holdout=holdout)  # fmt: skip
-    assert len(choices) == len(report.sites)
-    assert all((call["held_out"] is None) == (holdout == 0) for call in choices)
-    first, *others = [call["unexplained"] for call in choices]
-    assert first == pytest.approx(0, abs=1e-12)  # no error was made yet
-    assert min(others) > 0
-    assert drawn(report) == []
-    assert all(("holdout_after" in row) == (holdout > 0) for row in report.sites)
 
 
 @pytest.mark.parametrize("preset", ["fast", "balanced"])

@@ -717,8 +717,8 @@ def test_predictions_are_trained_towards_in_narrow_dtypes_too(dense, tokens, tmp
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_the_energy_that_a_target_leaves_is_summed_over_parts(dense, factor):
-    """`Σ w ‖y − T x‖²`, y the outputs that are wanted, where a model scales what a site adds."""
+def test_a_target_is_fitted_to_the_sums_of_all_parts(dense, factor):
+    """`min Σ w ‖y − T x‖²`, y the outputs that are wanted, where a model scales what a site adds."""
     site = Dense.open(dense).layout.sites[1]
     generator = torch.Generator().manual_seed(0)
 
@@ -733,15 +733,17 @@ def test_the_energy_that_a_target_leaves_is_summed_over_parts(dense, factor):
         part.gram.update(x[rows], w[rows])
         weighted = moved[rows] * w[rows, None]
         part.add_residual(weighted.T @ x[rows])
-        part.residual_energy += float((weighted * moved[rows]).sum())
         parts.append(to_cpu(part))
     group = SimpleNamespace(each=lambda *args, **kwargs: parts)
     blocks = SimpleNamespace(_group=group, _run=SimpleNamespace(device="cpu"))
-    _, target, unexplained = reconstruction.BlockReconstruction._gram_and_target(
+    gram, target = reconstruction.BlockReconstruction._gram_and_target(
         blocks, 1, site, {site.weight: W}, "fit"
     )
-    left = x @ W.T + moved / factor - x @ target.T
-    assert unexplained == pytest.approx(float((w[:, None] * left.square()).sum()), rel=1e-9)
+    inputs = w.sqrt()[:, None] * x
+    root = (1e-3 * gram.xx.diagonal().mean()).sqrt() * torch.eye(site.columns).to(x)
+    wanted = torch.cat([w.sqrt()[:, None] * moved / factor, torch.zeros(len(root), 4).to(x)])
+    change = torch.linalg.lstsq(torch.cat([inputs, root]), wanted).solution.T
+    torch.testing.assert_close(target, W + change)
 
 
 @pytest.mark.parametrize("weights", ["equal", "residual"])

@@ -207,7 +207,7 @@ def test_a_solve_that_cannot_fit_is_refused_and_told_what_helps(settings, advice
     check_room(plan, how, FreeMemory(int(needed["solving mlp"] / 1.19), None))
     with pytest.raises(
         OptionError,
-        match=f"^solving mlp needs about .* GB of memory, and the device .*: {advice}$",
+        match=rf"^about .* GB of memory are needed \(solving mlp\), and the device .*: {advice}$",
     ):
         check_room(plan, how, FreeMemory(int(needed["solving mlp"] / 1.21), None))
 
@@ -247,7 +247,7 @@ def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
         (
             12e9,
             1,
-            "^sampling text needs about 16.* GB .*on a text, not on self, or set device = cpu$",
+            "^about 16.* GB .*sampling text.*on a text, not on self, or set device = cpu$",
         ),
     ],
 )

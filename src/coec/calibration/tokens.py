@@ -186,6 +186,11 @@ class _ChatTemplate:
 
     def __call__(self, messages: list[Any]) -> str:
         self.count += 1
+        if not self.tokenizer.chat_template:
+            raise CalibrationError(
+                "the text is chats, and the model's tokenizer has no chat template to write them "
+                "with: give text, or add the template of its instruct model (chat_template.jinja)"
+            )
         try:
             turns = [_turn(message) for message in messages]
             return str(self.tokenizer.apply_chat_template(turns, tokenize=False))

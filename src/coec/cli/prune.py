@@ -194,25 +194,25 @@ def _handling(flags: Mapping[str, Any]) -> common.Values:
 
 
 def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[str, Any]) -> None:
-    """Print what a pruning would do and take; OptionError where it does not fit in the memory.
+    """Print what a pruning would do and take; then OptionError where it does not fit in the memory.
 
     Where statistics are given, no text is run.
     """
     from coec import planning
     from coec.devices import FreeMemory, choose_device, product_rate
 
-    # Free memory → batch sizes that fit, or a refusal → phases, and one rough total of time
+    # Free memory → batch sizes that fit → phases, and one rough total of time → a refusal
     device = choose_device(plan.recipe.runtime.device)
     room = FreeMemory.of(device)
     compute = planning.ComputeConfig.of(plan, device, measured=flags["statistics"] is not None)
     compute = planning.within(plan, compute, room)
-    planning.check_room(plan, compute, room)
     close = planning.close_fits(plan, compute, room)
     forecast = planning.Forecast.of(plan, compute)
     seconds = forecast.operations / product_rate(device, compute.forward)
     record = {"model": model, **plan.record(), **forecast.record(), "seconds": seconds}
     record |= {"device": str(device), "close": list(close)}
     common.show(record, _planned(plan, forecast, record, out), flags["json"])
+    planning.check_room(plan, compute, room)
 
 
 def _planned(

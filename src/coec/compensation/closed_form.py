@@ -5,13 +5,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.objective import OutputProblem, kept_columns
-from coec.compensation.ridge import best_ridge, channel_scale
 from coec.linalg.decompose import svd
 from coec.linalg.gcv import global_scale
 from coec.linalg.polar import polar
 from coec.linalg.spd import solve_right
 from coec.settings import RidgeOptions
 from coec.types import SiteProblem, SiteResult
+
+PRIOR = 9
+"""Tokens for every column that the slice counts as, where `ridge = auto` (docs/lab/LOG.md)."""
 
 
 def none(problem: SiteProblem) -> SiteResult:
@@ -65,13 +67,16 @@ def _drawn_to(
 ) -> SiteResult:
     """Ridge regression whose penalty is on the distance to S: `S + (Gyx − S Gxx)(Gxx + Λ)⁻¹`.
 
-    Λ is λ times the mean diagonal of Gxx, or `λ diag Gxx` where channels are standardised.
+    Λ is λ times the mean diagonal of Gxx. With `ridge = auto` it is `λ diag Gxx`, λ so large that S
+    counts as much as `PRIOR` tokens for every column.
     """
     target = OutputProblem.of_site(problem)
-    ridge = options.ridge
+    ridge, scale = options.ridge, torch.ones_like(target.Gxx.diagonal())
     if isinstance(ridge, str):
-        ridge = best_ridge(target, start, problem.gram.tokens, standardize=options.standardize)
-    scale = channel_scale(target.Gxx, standardize=options.standardize)
+        ridge = PRIOR * len(scale) / max(problem.gram.tokens, 1)
+        # A common ridge over channels of unit energy; one without any keeps its unit.
+        energy = target.Gxx.diagonal()
+        scale = torch.where(energy > 0, energy.sqrt(), 1.0)
     target, start = target.scaled(scale), start * scale
     # Gyx − S Gxx → times (Gxx + λI)⁻¹
     residual = target.Gyx - start @ target.Gxx

@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.compensation import Method, relative_errors
-from coec.compensation.objective import OutputProblem, above, kept_columns
-from coec.compensation.ridge import best_ridge
+from coec.compensation import relative_errors
+from coec.compensation.objective import above, kept_columns
 from coec.compensation.shrinkage import best_share, drawn_back, enough, few
 from coec.events import record
 from coec.types import Gram, KeptSet, SiteResult
@@ -47,29 +46,6 @@ class Judge:
     def few(self) -> bool:
         """True where there are fewer than `FEW` tokens for every kept column."""
         return few(self.gram.tokens, len(self.kept.indices))
-
-    def best_ridge(
-        self, method: Method, fitted: Gram, unexplained: float, *, standardize: bool
-    ) -> float:
-        """Return the ridge of a regression by held-out error, or else by cross-validation.
-
-        Args:
-            method: the regression.
-            fitted: the statistics that held-out windows judge.
-            unexplained: energy of the outputs beside the target's on them.
-            standardize: as the regression does.
-        """
-        start = kept_columns(self.weight, self.kept)
-
-        def problem(sums: Gram, target: Tensor | None) -> OutputProblem:
-            return OutputProblem.of(self.weight if target is None else target, sums.xx, self.kept)
-
-        held = self.held_out
-        held_out = None if held is None else problem(held, self.held_out_target)
-        return best_ridge(
-            problem(fitted, self.target), start if method.shrinks else torch.zeros_like(start),
-            fitted.tokens, standardize=standardize, unexplained=unexplained, held_out=held_out,
-        )  # fmt: skip
 
     def guarded(
         self, result: SiteResult, judged: Callable[[], SiteResult], *, unjudged: float, windows: int

@@ -374,15 +374,13 @@ class BlockReconstruction:
         share of that: over windows that earlier blocks were fitted on too, the residual is smaller
         than elsewhere and better foreseen by the inputs, the more so with every block.
         """
-        gram, target, unexplained = self._gram_and_target(
-            number, site, tensors, "fit", share=_CARRIED
-        )
+        gram, target = self._gram_and_target(number, site, tensors, "fit", share=_CARRIED)
         held_out, held_out_target = None, None
         columns = self._pruned_sites[site.key].columns
         guarded = self._run.recipe.calibration.guard and few(gram.tokens, columns)
-        if self._held_out and (guarded or self._run.recipe.ridge_to_choose):
-            held_out, held_out_target, _ = self._gram_and_target(number, site, tensors, "held")
-        return SiteStatistics(gram, held_out, target, held_out_target, unexplained)
+        if self._held_out and guarded:
+            held_out, held_out_target = self._gram_and_target(number, site, tensors, "held")
+        return SiteStatistics(gram, held_out, target, held_out_target)
 
     def _gram_and_target(
         self,
@@ -392,11 +390,8 @@ class BlockReconstruction:
         windows: WindowKind,
         *,
         share: float = 1.0,
-    ) -> tuple[Gram, Tensor, float]:
-        """Return the Gram of the consumer's inputs, and the target, by a share of what it lacks.
-
-        The last value is the energy of the wanted outputs that the target does not give.
-        """
+    ) -> tuple[Gram, Tensor]:
+        """Return the Gram of the consumer's inputs, and the target, by a share of what it lacks."""
         sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
         for sums_of_part in self._group.each(TwoStreams.measure, number, windows):
             sums.merge(sums_of_part)
@@ -412,10 +407,7 @@ class BlockReconstruction:
         if windows == "held":  # weights have mean 1 over the windows fitted on, in a Gram its own
             residual *= gram.tokens / total_weight
         change = share * solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
-        # Of the residual's energy, `change` takes away 2 ⟨change, Σ w δ xᵀ⟩ − ⟨change, change G⟩.
-        explained = float((change * (2 * residual - change @ gram.xx)).sum())
-        energy = float(sums.residual_energy) / (factor or 1.0) ** 2
-        return gram, weight + change, energy - explained
+        return gram, weight + change
 
 
 def _or_inf(score: float | None) -> float:

@@ -118,14 +118,12 @@ class SiteStatistics:
         held_out: over held-out windows; None where there are none.
         target: as in `compensate`; None where the inputs are the dense model's.
         held_out_target: the target over the held-out windows.
-        unexplained: energy of the wanted outputs beside what the target gives of the inputs.
     """
 
     gram: Gram | None
     held_out: Gram | None = None
     target: Tensor | None = None
     held_out_target: Tensor | None = None
-    unexplained: float = 0.0
 
 
 @contextmanager
@@ -241,8 +239,7 @@ def _solve_site(
         result = compensate(weight, gram, kept, method="none")
         unknown = {**facts, **result.diagnostics, **dict.fromkeys(ERRORS)}
         return Cut(site, units, result), {**unknown, "events": [*events, UNSEEN]}
-    # Kept units and statistics → ridge, where it is to be chosen → W̃, drawn back where tokens are
-    # few → its errors as written
+    # Kept units and statistics → W̃, drawn back where tokens are few → its errors as written
     with recording() as later:
         method, options = run.recipe.method, run.recipe.pruning.options
         values = value_rows(tensors, site, units) if "value" in method.needs else None
@@ -250,11 +247,6 @@ def _solve_site(
             weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
             held_out, statistics.target, statistics.held_out_target,
         )  # fmt: skip
-        if (regression := run.recipe.ridge_to_choose) is not None:
-            ridge = judge.best_ridge(
-                method, fitted, statistics.unexplained, standardize=regression.standardize
-            )
-            options = {**options, "ridge": ridge}
 
         def compensated(sums: Gram) -> SiteResult:
             return compensate(

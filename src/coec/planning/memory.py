@@ -163,8 +163,6 @@ def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, in
     closed = method in ("rcpu", "least-squares", "ridge-to-slice")
     # Matrices of the consumer's size at the peak, for the method and then for the selection
     matrices = 6.0 if iterative else 3.0 if closed else 0.25
-    if plan.recipe.ridge_to_choose:  # eigenvectors, and the curvature of the held-out error
-        matrices += 2.0
     if plan.recipe.pruning.selection == "obs":
         matrices = max(matrices, 2.0)
     if not (plan.recipe.reconstruction.propagate or any(map(plan.widths.removes_from, sites))):

@@ -27,7 +27,6 @@ from coec.settings import (
     Calibration,
     Pruning,
     Reconstruction,
-    RidgeOptions,
     Runtime,
 )
 from coec.settings.fields import plain, without_effect
@@ -173,14 +172,6 @@ class Recipe:
     def allocation(self) -> Rule:
         """The rule that shares the kept units among blocks."""
         return ALLOCATIONS[self.pruning.allocation]
-
-    @property
-    def ridge_to_choose(self) -> RidgeOptions | None:
-        """The regression's options where every site's ridge is chosen from the data, else None."""
-        options = self.method.chosen(self.pruning.options)
-        if isinstance(options, RidgeOptions) and isinstance(options.ridge, str):
-            return options
-        return None
 
     @property
     def score(self) -> Callable[..., Tensor]:

@@ -140,7 +140,7 @@ def check_room(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> None:
     name, place, sizes, free = max(places, key=lambda p: needed_beside(p[2]) / max(p[3], 1))
     if (needed := needed_beside(sizes)) > OVER * free:
         raise OptionError(
-            f"{name} needs about {needed / 1e9:.1f} GB of memory, and {place} has "
+            f"about {needed / 1e9:.1f} GB of memory are needed ({name}), and {place} has "
             f"{free / 1e9:.1f} GB free: {_advice(plan, compute, sizes)}"
         )
 
@@ -152,7 +152,7 @@ def close_fits(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> tuple[st
         needed = needed_beside(sizes)
         if needed > max(_CLOSE * free, fullest.get(place, (0, ""))[0]):
             sentence = (
-                f"memory is close: {name} takes about {needed / 1e9:.1f} GB, and {place} has "
+                f"memory is close: about {needed / 1e9:.1f} GB ({name}), and {place} has "
                 f"{free / 1e9:.1f} GB free; {_advice(plan, compute, sizes)}"
             )
             fullest[place] = needed, sentence

@@ -111,13 +111,11 @@ class RidgeOptions(Options):
     """Options of the ridge regressions (docs/METHODS.md §4).
 
     Attributes:
-        ridge: λ relative to the mean diagonal of Gxx, at least 0; `auto` has held-out windows
-            choose it at every site, or generalized cross-validation where there are none.
-        standardize: Penalise every channel by its own energy, λ diag Gxx, and not by their mean.
+        ridge: λ relative to the mean diagonal of Gxx, at least 0; `auto` penalises every channel by
+            its own energy, the less the more tokens there are.
     """
 
     ridge: float | Literal["auto"] = setting(1e-2, least=0)
-    standardize: bool = setting(False)
 
 
 COMPENSATION_OPTIONS: dict[str, type[Options]] = {

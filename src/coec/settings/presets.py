@@ -29,7 +29,7 @@ class Preset:
 
 _CLOSED_FORMS = {
     "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice", "ridge": 1.0,
-    "standardize": True, "allocation": "error", "propagate": True, "token_weights": "residual",
+    "allocation": "error", "propagate": True, "token_weights": "residual",
 }  # fmt: skip
 """What all presets but the published method begin with."""
 
@@ -38,7 +38,7 @@ PRESETS: dict[PresetName, Preset] = {
     "fast": Preset(
         "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
         1.0,
-        _CLOSED_FORMS | {"ridge": 0.3, "bos": "auto"},
+        _CLOSED_FORMS | {"ridge": "auto", "bos": "auto"},
     ),
     "balanced": Preset(
         "Every block trained, briefly, towards the dense model's hidden states.",
@@ -94,8 +94,7 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "compensation" not in settings:
         _check_options(given_names, name, str(compensation), preset_named="preset" in settings)
     elif settings["compensation"] != compensation:
-        for option in _OPTIONS.get(compensation, ()):  # of the compensation that gives way
-            defaults.pop(option, None)
+        defaults.pop("ridge", None)  # an option of the compensation that gives way
     if name == DEFAULT_PRESET and settings.get("samples") == 1:
         defaults.pop("holdout", None)
     completed = {"preset": name, **defaults, **settings}

@@ -62,7 +62,6 @@ class PruningSettings(TypedDict, total=False):
     lambda_a: float
     r_p: int
     ridge: float | Literal["auto"]
-    standardize: bool
     options: dict[str, Any]
     trust_remote_code: bool
 

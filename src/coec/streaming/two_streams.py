@@ -55,14 +55,12 @@ class ConsumerStatistics:
             no tokens.
         added, scale: inner products whose ratio is the factor by which a model scales what a site
             adds to the hidden state. They stay where they are summed, so that nothing waits.
-        residual_energy: `Σ w ‖δ‖²`.
     """
 
     gram: GramSum
     residual: Float[Tensor, "h d"] | None = None
     added: Tensor = field(default_factory=_zero)
     scale: Tensor = field(default_factory=_zero)
-    residual_energy: Tensor = field(default_factory=_zero)
 
     def merge(self, statistics: "ConsumerStatistics") -> None:
         """Add the sums of another part."""
@@ -71,7 +69,6 @@ class ConsumerStatistics:
             self.add_residual(statistics.residual.to(self.gram.xx.device))
         self.added = self.added + statistics.added
         self.scale = self.scale + statistics.scale
-        self.residual_energy = self.residual_energy + statistics.residual_energy
 
     def add_residual(self, product: Float[Tensor, "h d"]) -> None:
         """Add `Σ w δ xᵀ` of a batch or part."""
@@ -226,8 +223,6 @@ class TwoStreams:
         residual = _flat(target) - _flat(out)
         weighted = residual * w.reshape(-1, 1).to(residual)
         statistics.add_residual((weighted.T @ _flat(x)).double())
-        energy = _inner(weighted, residual)
-        statistics.residual_energy = statistics.residual_energy + energy
         # A model may scale what a site adds, by one number for all.
         added = _inner(_flat(out) - _flat(state), _flat(consumed))
         statistics.added = statistics.added + added
