@@ -718,7 +718,7 @@ def test_predictions_are_trained_towards_in_narrow_dtypes_too(dense, tokens, tmp
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
 def test_a_target_is_fitted_to_the_sums_of_all_parts(dense, factor):
-    """`min Σ w ‖y − T x‖²`, y the outputs that are wanted, where a model scales what a site adds."""
+    """`min Σ w ‖y − T x‖²`, y the wanted outputs, where a model scales what a site adds."""
     site = Dense.open(dense).layout.sites[1]
     generator = torch.Generator().manual_seed(0)
 
