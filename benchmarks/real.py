@@ -214,7 +214,8 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
             start, pruned = pruned, Path(work) / "recovered"
             training = coec.recover(
                 model, start, pruned, text=str(_train_text(texts, Path(work))), tokens=recover,
-                seq_len=size.seq_len, seed=case["seed"], progress=_progress,
+                seq_len=size.seq_len, seed=case["seed"], forward_dtype="bfloat16",
+                progress=_progress,
             ).recoveries[-1]  # fmt: skip
             numbers["tokens_per_second"] = training["tokens"] / training["seconds"]
         numbers["wall"] = time.perf_counter() - began

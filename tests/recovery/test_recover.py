@@ -61,6 +61,19 @@ def test_the_result_is_nearer_to_the_dense_model_on_other_windows(recovered, den
     assert after.kl < before.kl
 
 
+def test_passes_may_be_in_bfloat16(recovered, recover, dense, tmp_path):
+    """As on a GPU: where a CPU multiplies in it, training takes a fifth of the time."""
+    judged = recover(forward_dtype="bfloat16").recoveries[-1]["held_out"]
+    assert judged["after"] < 0.95 * judged["before"]
+    assert differing(tmp_path / "out", recovered[0])
+    dtypes, expected = (
+        {n: t.dtype for n, t in weights(f).items()} for f in (tmp_path / "out", recovered[0])
+    )
+    assert dtypes == expected
+    with pytest.raises(OptionError, match="forward_dtype must be one of float32, bfloat16"):
+        recover("other", forward_dtype="float16")
+
+
 def test_the_result_is_the_same_format_with_other_weights(recovered, pruned):
     out, report = recovered
     files, expected = ({p.relative_to(f) for p in f.rglob("*")} for f in (out, pruned))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from coec.calibration.tokens import check_same_tokenizer, source_of
 from coec.calibration.windows import source_digest
-from coec.devices import choose_device, choose_forward_dtype, computed_by
+from coec.devices import choose_device, computed_by
 from coec.errors import ModelError, OptionError
 from coec.execution.output import check_space, partial_of
 from coec.models.dense import Dense
@@ -58,8 +58,8 @@ class Job:
 
     @property
     def narrow(self) -> bool:
-        """True where weights are float32 and products bfloat16: on a GPU, for narrow models."""
-        return self.device.type == "cuda" and self.pruned.dtype.itemsize == 2
+        """True where weights are float32 and products bfloat16."""
+        return plan.pass_dtype(self.pruned, self.recovery, self.device).itemsize == 2
 
     def rate(self, start: float, batch: int) -> float:
         """Return the peak learning rate: the given one, or one by the first block's weights.
@@ -112,8 +112,7 @@ class Job:
 
     def _loaded(self, model: Dense, device: torch.device) -> PreTrainedModel:
         """Build a model in the dtype of forward passes."""
-        dtype = choose_forward_dtype(None, model.dtype, self.device, summed=True)
-        return model.network(device, dtype)
+        return model.network(device, plan.pass_dtype(model, self.recovery, self.device))
 
     def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a student's state as the tensors of a checkpoint, in the dtypes of the start."""

@@ -74,6 +74,12 @@ class Footprint:
         return f"{weights}{', teacher=stored' if teacher == 'stored' else ''}{kept}"
 
 
+def pass_dtype(model: Description, recovery: Recovery, device: torch.device) -> torch.dtype:
+    """Return the dtype of a model's forward passes; float16 would overflow in training."""
+    stored = stored_dtype(model.config)
+    return choose_forward_dtype(recovery.forward_dtype, stored, device, summed=True)
+
+
 def windows_per_pass(model: Description, seq_len: int) -> int:
     """Return the largest number of windows whose logits are in memory together."""
     return max(1, LOGITS_PER_PASS // (seq_len * model.vocabulary))
@@ -153,9 +159,9 @@ def _estimate(
 ) -> Footprint:
     # Numbers that are trained → weights and activations of a step → what the disk holds meanwhile
     on_host = device.type == "cpu"
-    narrow = not on_host and stored_dtype(pruned.config).itemsize == 2
+    narrow = pass_dtype(pruned, recovery, device).itemsize == 2
     compute = 2 if narrow else 4
-    teacher_dtype = choose_forward_dtype(None, stored_dtype(dense.config), device, summed=True)
+    teacher_dtype = pass_dtype(dense, recovery, device)
     batch = recovery.windows_per_step(seq_len, recovery.tokens)
     at_once = min(batch, windows_per_pass(dense, seq_len))
     tokens, vocabulary = at_once * seq_len, dense.vocabulary

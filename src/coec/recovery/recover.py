@@ -8,7 +8,7 @@ import contextlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, get_args
 
 import torch
 
@@ -27,6 +27,7 @@ from coec.recovery.job import Job, check_text, checked, identity_of, settings_of
 from coec.recovery.plan import check_plan
 from coec.recovery.processes import Processes
 from coec.recovery.session import train
+from coec.settings.recovery import PassDtypeName
 from coec.settings.typed import PruningSettings, RecoverySettings
 
 
@@ -169,7 +170,10 @@ def prune_and_recover(
 def settings_like(recipe: Recipe, tokens: int | str) -> JsonDict:
     """Return the settings of a training on the text of a calibration."""
     calibration = recipe.calibration
+    # Of the dtypes of a calibration training takes two; float16 would overflow.
+    forward = calibration.forward_dtype
     return {
+        "forward_dtype": forward if forward in get_args(PassDtypeName) else None,
         "text": calibration.source, "text_column": calibration.text_column, "tokens": tokens,
         "seq_len": calibration.seq_len, "seed": calibration.seed, "device": recipe.runtime.device,
     }  # fmt: skip

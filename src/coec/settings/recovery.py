@@ -10,6 +10,7 @@ from coec.settings.fields import Settings, check_seed, check_whole, setting, wit
 from coec.settings.parts import Source
 
 TeacherPlace = Literal["beside", "stored"]
+PassDtypeName = Literal["float32", "bfloat16"]
 DEFAULT_TOKENS = 10_000_000
 _MOST_WINDOWS, _LEAST_STEPS = 8, 500
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
@@ -64,6 +65,7 @@ class Recovery(Settings):
             tokens `stored` on the disk before training.
         checkpointing: Compute activations again instead of keeping them: less memory, a third more
             time.
+        forward_dtype: Dtype of forward and backward passes; trained weights are float32 meanwhile.
         seed: Chooses the held-out windows and the order of the others.
         text_column: Column of a jsonl or parquet file, or of a hub: data set.
         device: auto (a GPU where there is one), cpu, cuda, cuda:1, …
@@ -85,6 +87,9 @@ class Recovery(Settings):
     seq_len: int | None = setting(None, otherwise="2048, or the model's maximum if less", least=2)
     teacher: TeacherPlace = setting("beside")
     checkpointing: bool | None = setting(None, otherwise="where they would not fit")
+    forward_dtype: PassDtypeName | None = setting(
+        None, otherwise="bfloat16 for narrow models on a GPU, else float32"
+    )
     seed: int = setting(0, least=0, check=check_seed)
     text_column: str = setting("text")
     device: str = setting("auto")

@@ -79,6 +79,7 @@ class RecoverySettings(TypedDict, total=False):
     seq_len: int | None
     teacher: Literal["beside", "stored"]
     checkpointing: bool | None
+    forward_dtype: Literal["float32", "bfloat16"] | None
     seed: int
     text_column: str
     device: str
