@@ -161,14 +161,14 @@ class GramSum:
             batch.xx = weighted.T @ rows
         energies = torch.linalg.vector_norm(rows, dim=1).double().square()
         batch.largest = energies if w is None else energies * w[:, 0]
-        batch.x = weighted.sum(dim=0, dtype=torch.float64)
+        batch.x = _summed(weighted)
         batch.tokens = len(rows)
         batch.weight = n = len(rows) if w is None else float(w.sum(dtype=torch.float64))
         # Squares around the batch's own mean: those of the raw values would drown the deviations.
         deviations = rows - (batch.x / n).to(rows.dtype)
-        off = (deviations if w is None else deviations * w).sum(dim=0, dtype=torch.float64)
+        off = _summed(deviations if w is None else deviations * w)
         squares = deviations.square_() if w is None else deviations.square_() * w
-        batch.centred = squares.sum(dim=0, dtype=torch.float64) - off.square() / n
+        batch.centred = _summed(squares) - off.square() / n
         batch.precision = 0.0 if exact else torch.finfo(rows.dtype).eps
         self.merge(batch)
 
@@ -213,6 +213,11 @@ class GramSum:
                 sums *= self.tokens / self.weight
         norms = float(self.output_norms)
         return Gram(self.xx, self.x, self.tokens, self.centred, self.precision, norms, self.largest)
+
+
+def _summed(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
+    """Sum rows in float64; on a CPU a copy is summed to the same bits in a third of the time."""
+    return rows.double().sum(dim=0) if rows.is_cpu else rows.sum(dim=0, dtype=torch.float64)
 
 
 @functools.cache

@@ -12,8 +12,9 @@ from coec.linalg.spd import solve_right
 from coec.settings import RidgeOptions
 from coec.types import SiteProblem, SiteResult
 
-PRIOR = 9
-"""Tokens for every column that the slice counts as, where `ridge = auto` (docs/lab/LOG.md)."""
+PRIOR, LARGEST = 9, 0.3
+"""Where `ridge = auto`: tokens for every column that the slice counts as, and the largest λ
+(docs/lab/LOG.md)."""
 
 
 def none(problem: SiteProblem) -> SiteResult:
@@ -68,12 +69,12 @@ def _drawn_to(
     """Ridge regression whose penalty is on the distance to S: `S + (Gyx − S Gxx)(Gxx + Λ)⁻¹`.
 
     Λ is λ times the mean diagonal of Gxx. With `ridge = auto` it is `λ diag Gxx`, λ so large that S
-    counts as much as `PRIOR` tokens for every column.
+    counts as `PRIOR` tokens for every column, or `LARGEST`.
     """
     target = OutputProblem.of_site(problem)
     ridge, scale = options.ridge, torch.ones_like(target.Gxx.diagonal())
     if isinstance(ridge, str):
-        ridge = PRIOR * len(scale) / max(problem.gram.tokens, 1)
+        ridge = min(LARGEST, PRIOR * len(scale) / max(problem.gram.tokens, 1))
         # A common ridge over channels of unit energy; one without any keeps its unit.
         energy = target.Gxx.diagonal()
         scale = torch.where(energy > 0, energy.sqrt(), 1.0)
