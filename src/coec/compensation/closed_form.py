@@ -72,12 +72,13 @@ def _drawn_to(
     counts as `PRIOR` tokens for every column, or `LARGEST`.
     """
     target = OutputProblem.of_site(problem)
-    ridge, scale = options.ridge, torch.ones_like(target.Gxx.diagonal())
-    if isinstance(ridge, str):
-        ridge = min(LARGEST, PRIOR * len(scale) / max(problem.gram.tokens, 1))
+    energy = target.Gxx.diagonal()
+    if isinstance(options.ridge, str):
+        ridge = min(LARGEST, PRIOR * len(energy) / max(problem.gram.tokens, 1))
         # A common ridge over channels of unit energy; one without any keeps its unit.
-        energy = target.Gxx.diagonal()
         scale = torch.where(energy > 0, energy.sqrt(), 1.0)
+    else:
+        ridge, scale = options.ridge, torch.ones_like(energy)
     target, start = target.scaled(scale), start * scale
     # Gyx − S Gxx → times (Gxx + λI)⁻¹
     residual = target.Gyx - start @ target.Gxx

@@ -166,11 +166,12 @@ def identities(cells: list[Cell], subjects: dict[Subject, OpenSubject]) -> dict[
         calibration = None
         if recipe is not None:
             source = recipe.calibration.source
-            calibration = (
-                digests.setdefault(str(source), source_digest(source))
-                if subject.statistics is None
-                else str(subject.statistics.made_with["calibration"])
-            )
+            if subject.statistics is not None:
+                calibration = str(subject.statistics.made_with["calibration"])
+            else:
+                if str(source) not in digests:
+                    digests[str(source)] = source_digest(source)
+                calibration = digests[str(source)]
         by_cell[cell.id] = {
             "model": subject.dense.digest,
             "calibration text": calibration,

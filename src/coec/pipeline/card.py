@@ -27,7 +27,11 @@ BEYOND = (
     "final_norm", "kv_groups",
 )  # fmt: skip
 """Settings that run the pruned model beside the dense one."""
-COLUMNS = "| text | windows × tokens | perplexity | dense | ratio | KL | same next token |"
+_TRAINED_WITH = (
+    "tokens", "lora", "teacher", "seq_len", "seed", "forward_dtype", "learning_rate",
+    "cross_entropy", "batch_size",
+)  # fmt: skip
+"""Settings of a training that the card's command gives."""
 
 
 def origin(name: str, folder: Path) -> tuple[JsonDict, list[str]]:
@@ -133,11 +137,19 @@ def _held_out(report: Report) -> str:
     if not facts.get("perplexity") or not facts.get("dense"):
         return ""
     windows = f"{facts['windows'].replace(' ', '-')} windows of the calibration"
-    pruned, dense = facts["perplexity"], facts["dense"]
-    seq_len = report.calibration["seq_len"]
-    line = f"| {windows} | × {seq_len:,} | {pruned:.4g} | {dense:.4g} | ×{pruned / dense:.3f} | | |"
-    rule = "|---" * (COLUMNS.count("|") - 1) + "|"
-    return "\n".join(["", "## Measured", "", COLUMNS, rule, line, ""])
+    pruned, dense, seq_len = facts["perplexity"], facts["dense"], report.calibration["seq_len"]
+    return f"""
+## Measured
+
+| text | perplexity | dense | ratio | KL |
+|---|---|---|---|---|
+| {windows}, of {seq_len:,} tokens | {pruned:.4g} | {dense:.4g} | ×{pruned / dense:.3f} | \
+{_figure(facts.get("kl"))} |
+"""
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
 
 
 def _recovered(report: Report) -> str:
@@ -157,8 +169,7 @@ def _recovered(report: Report) -> str:
             f"{record['seq_len']:,} tokens that were not trained on"
         )
     record = report.recoveries[-1]
-    flags = {name: record[name] for name in ("tokens", "lora", "teacher", "seq_len", "seed")}
-    flags |= {name: record[name] for name in ("learning_rate", "cross_entropy", "batch_size")}
+    flags = {name: record.get(name) for name in _TRAINED_WITH}
     chosen = [_flag(name, value) for name, value in flags.items() if value is not None]
     text = _flag("text", record["text"]["source"].partition(" ")[0])
     command = " \\\n    ".join(["coec recover DENSE PRUNED OUT", text, *chosen])
