@@ -14,6 +14,7 @@ from coec.devices import (
     double_rate,
     hand_back,
     resident_bytes,
+    summed_products,
 )
 
 CUDA = torch.device("cuda", 7)  # named, never used
@@ -119,3 +120,62 @@ def test_a_run_hands_it_back_behind_every_block(tmp_path, monkeypatch):
         out = tmp_path / str(reconstruct)
         coec.prune(dense, out, compensation="none", reconstruct=reconstruct, **own)
         assert len(handed) == 1 + 2 * 2  # once where the text was read
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch):
+    """Let this processor multiply narrow numbers into float32 as CUDA does; returns the calls."""
+    calls = []
+
+    def widened(A, B, *, out_dtype):
+        assert A.dtype == B.dtype != out_dtype
+        calls.append(A.dtype)
+        return A.to(out_dtype) @ B.to(out_dtype)
+
+    monkeypatch.setattr(devices, "widens", lambda device, dtype: dtype.itemsize == 2)
+    monkeypatch.setattr(torch, "mm", widened)
+    return calls
+
+
+def rows(columns, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(-6, 6, columns)
+    return (spread * torch.randn(40, columns, generator=generator)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_rows_are_multiplied_as_they_are(tensor_cores, dtype):
+    X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(summed_products(X, X), X.float().T @ X.float())
+    assert tensor_cores == [dtype]
+
+
+def test_rows_of_float32_are_three_of_bfloat16_without_a_digit_lost(tensor_cores):
+    A, X = rows(5, torch.float32, 0), rows(6, torch.bfloat16, 1)
+    parts, rest = [], A
+    for _ in range(3):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1]
+    assert torch.equal(sum(part.double() for part in parts), A.double())
+    found, expected = summed_products(A, X), A.double().T @ X.double()
+    assert tensor_cores == [torch.bfloat16] * 3
+    size = A.abs().double().T @ X.abs().double()
+    assert float(((found - expected).abs() / size).max()) < 4 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(
+    ("a", "x", "out"),
+    [("float32", "float16", "float32"), ("float64", "bfloat16", "float64"),
+     ("float32", "float32", "float32")],
+)  # fmt: skip
+def test_other_rows_are_multiplied_in_the_wider_dtype(tensor_cores, a, x, out):
+    A, X = rows(5, torch.float32, 0).to(getattr(torch, a)), torch.ones(40, 2).to(getattr(torch, x))
+    found = summed_products(A, X)
+    assert found.dtype == getattr(torch, out)
+    assert torch.equal(found, A.T @ X.to(A.dtype))
+    assert tensor_cores == []
+
+
+def test_no_processor_widens_products():
+    assert not devices.widens(torch.device("cpu"), torch.bfloat16)
+    assert not devices.widens(torch.device("cuda"), torch.float32)

@@ -36,33 +36,6 @@ def test_sums_of_bfloat16_inputs_are_exact_products_in_float64():
     assert float(sums.xx[0, 1]) == 20 * 2000 * 300.0**2
 
 
-def widened(A, B, *, out_dtype):
-    """What a CUDA device does with `out_dtype`."""
-    assert A.dtype == B.dtype != out_dtype
-    return A.to(out_dtype) @ B.to(out_dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_inputs_are_multiplied_as_they_are_where_a_device_widens(monkeypatch, dtype):
-    X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
-    weights = torch.rand(40, generator=torch.Generator().manual_seed(1))
-    plain, weighted, narrow, other = (GramSum(6) for _ in range(4))
-    plain.update(X)
-    weighted.update(X, weights)
-    monkeypatch.setattr(types, "_widening_products", lambda device, found: found == dtype)
-    monkeypatch.setattr(torch, "mm", widened)
-    narrow.update(X)
-    assert torch.equal(narrow.gram().xx, plain.gram().xx)
-    monkeypatch.setattr(torch, "mm", None)  # a weighted row has more digits than its dtype holds
-    other.update(X, weights)
-    assert torch.equal(other.gram().xx, weighted.gram().xx)
-
-
-def test_no_processor_widens_products():
-    assert not types._widening_products(torch.device("cpu"), torch.bfloat16)
-    assert not types._widening_products(torch.device("cuda"), torch.float32)
-
-
 @pytest.mark.parametrize("block", [1, 3, 7, 100])
 def test_a_gram_is_symmetric_to_the_bit(block):
     """Made so in blocks of any size."""

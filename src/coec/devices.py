@@ -1,4 +1,4 @@
-"""Devices: dtypes, free memory and its peak, and the versions that computed a result there."""
+"""Devices: dtypes, products, free memory and its peak, and the versions that computed a result."""
 
 import contextlib
 import ctypes
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from coec.errors import OptionError, first_line
 from coec.settings.parts import DTYPE_NAMES
@@ -29,6 +31,8 @@ card: none lies near the limit, where an imprecise measurement would decide.
 """
 _ROWS, _CPU_ROWS = 4096, 1024
 """Rows of the square matrices whose product is timed, which takes a fraction of a second."""
+_PARTS = 3
+"""Numbers of bfloat16, of 8 binary digits each, whose sum is any number of float32, of 24."""
 _NO_LIMIT = 2**60
 """Bytes from which a control group's limit stands for no limit."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -225,3 +229,35 @@ def _malloc_trim() -> Callable[[int], int] | None:
     if not sys.platform.startswith("linux"):
         return None
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def summed_products(a: Float[Tensor, "n m"], x: Float[Tensor, "n d"]) -> Float[Tensor, "m d"]:
+    """`aᵀ x` with the products of all digits and sums in float32; in float64 where one has that.
+
+    Products of narrow numbers are exact in float32. A CUDA device multiplies those on tensor cores
+    as they are, and float32 rows times bfloat16 ones as three such products, since `a = a₁ + a₂ +
+    a₃` in bfloat16. Elsewhere narrow numbers are converted first.
+    """
+    if a.dtype == x.dtype and widens(x.device, x.dtype):
+        return torch.mm(a.T, x, out_dtype=torch.float32)
+    if a.dtype == torch.float32 and x.dtype == torch.bfloat16 and widens(x.device, x.dtype):
+        total = torch.zeros(a.shape[1], x.shape[1], device=a.device)
+        for _ in range(_PARTS):
+            part = a.to(x.dtype)
+            total += torch.mm(part.T, x, out_dtype=torch.float32)
+            a = a - part
+        return total
+    wide = torch.promote_types(torch.promote_types(a.dtype, x.dtype), torch.float32)
+    return a.T.to(wide) @ x.to(wide)
+
+
+@functools.cache
+def widens(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device multiplies a narrow dtype into float32: CUDA since torch 2.8."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    ones = torch.ones(8, 8, dtype=dtype, device=device)
+    try:
+        return torch.mm(ones, ones, out_dtype=torch.float32).dtype == torch.float32
+    except (TypeError, RuntimeError):  # an older torch, or a device without such products
+        return False

@@ -5,7 +5,6 @@ N calibration tokens.
 """
 
 import copy
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coec.devices import summed_products
 from coec.errors import NumericalError, OptionError
 
 LARGEST = 4096
@@ -128,8 +128,7 @@ class Gram:
 class GramSum:
     """Accumulates a Gram: batch products in float32 (float64 for float64 inputs), float64 sums.
 
-    Products of bfloat16 and float16 numbers are exact in float32. A CUDA device multiplies those on
-    tensor cores as they are, with float32 sums; elsewhere they are converted first.
+    Products on tensor cores, where a device has them, lose no digit (`summed_products`).
     """
 
     def __init__(self, d: int, device: torch.device | str = "cpu") -> None:
@@ -155,10 +154,7 @@ class GramSum:
         weighted = rows if w is None else rows * w
         # The sums of this batch alone, then added to the others
         batch = GramSum(0, rows.device)
-        if w is None and _widening_products(stored.device, stored.dtype):
-            batch.xx = torch.mm(stored.T, stored, out_dtype=torch.float32)
-        else:
-            batch.xx = weighted.T @ rows
+        batch.xx = summed_products(stored if w is None else weighted, stored)
         energies = torch.linalg.vector_norm(rows, dim=1).double().square()
         batch.largest = energies if w is None else energies * w[:, 0]
         batch.x = _summed(weighted)
@@ -218,18 +214,6 @@ class GramSum:
 def _summed(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
     """Sum rows in float64; on a CPU a copy is summed to the same bits in a third of the time."""
     return rows.double().sum(dim=0) if rows.is_cpu else rows.sum(dim=0, dtype=torch.float64)
-
-
-@functools.cache
-def _widening_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a device multiplies a narrow dtype into float32: CUDA since torch 2.8."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return False
-    ones = torch.ones(8, 8, dtype=dtype, device=device)
-    try:
-        return torch.mm(ones, ones, out_dtype=torch.float32).dtype == torch.float32
-    except (TypeError, RuntimeError):  # an older torch, or a device without such products
-        return False
 
 
 def _pooled(

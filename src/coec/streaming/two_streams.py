@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from coec.devices import summed_products
 from coec.models.dense import Dense, Prefetcher
 from coec.models.description import Description
 from coec.planning.run import Run
@@ -222,7 +223,7 @@ class TwoStreams:
         target = self._behind_sites[number][n].to(self._device)
         residual = _flat(target) - _flat(out)
         weighted = residual * w.reshape(-1, 1).to(residual)
-        statistics.add_residual((weighted.T @ _flat(x)).double())
+        statistics.add_residual(summed_products(weighted, x.flatten(0, -2)).double())
         # A model may scale what a site adds, by one number for all.
         added = _inner(_flat(out) - _flat(state), _flat(consumed))
         statistics.added = statistics.added + added
