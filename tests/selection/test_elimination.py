@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import coec
 import oracles
@@ -227,3 +228,25 @@ def test_as_many_go_as_asked(case, data):
     assert set(order) <= set(range(case["units"]))
     assert torch.isfinite(scores).all()
     assert bool(((leverage >= 0) & (leverage <= 1)).all())
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators whose results the host waits for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        waits = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero}
+        self.count += function.overloadpacket in waits
+        return function(*args, **kwargs or {})
+
+
+def test_the_host_waits_for_panels_and_not_for_columns():
+    W, X = problems.weight(9, 80), problems.inputs("white", 80)
+    counts = []
+    for keep in (72, 50):  # 8 and 30 columns, one panel
+        with Waits() as waits:
+            order = removal_order(W, X @ X.T, 80, keep, 64)
+        assert len(order) == 80 - keep
+        counts.append(waits.count)
+    assert counts[0] == counts[1]

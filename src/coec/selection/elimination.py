@@ -163,23 +163,23 @@ class _Elimination:
         L, U = A.new_empty(steps, len(A)), A.new_empty(steps, len(A))
         a, w = A.diagonal().clone(), N.diagonal().clone()  # A_jj and ‖W_j‖² of every column
         out = ~self.stays.to(A.device)
-        gone: list[int] = []
-        costs = w.new_empty(steps)
+        gone = torch.empty(steps, dtype=torch.int64, device=A.device)
+        costs, places = w.new_empty(steps), torch.arange(len(A), device=A.device)
+        # j stays on the device, as an index of one element: no step waits for the one before.
         for t in range(steps):
             j = _cheapest((w / a).masked_fill_(out, torch.inf))
-            costs[t] = w[j] / a[j]
-            root, half = a[j].sqrt(), w[j] / a[j] / 2
+            a_j, w_j, l_j, u_j = (S.index_select(-1, j)[..., 0] for S in (a, w, L[:t], U[:t]))
+            gone[t], costs[t] = j[0], w_j / a_j
+            root, half = a_j.sqrt(), costs[t] / 2
             # Row j of A and of N as they are after the t removals of this panel → L_t, V_t, U_t
-            l_j, u_j = L[:t, j], U[:t, j]
-            L[t] = (_rows(A, j, j + 1)[0] - l_j @ L[:t]) / root
-            V = (_rows(N, j, j + 1)[0] - u_j @ L[:t] - l_j @ U[:t]) / root
+            L[t] = (_row(A, j, places) - l_j @ L[:t]) / root
+            V = (_row(N, j, places) - u_j @ L[:t] - l_j @ U[:t]) / root
             U[t] = V - half * L[t]
             # Diagonals only: A_jj − L_tj² and N_jj − 2 U_tj L_tj. The rest is updated at the end.
             a = (a - L[t].square()).clamp_min_(self.floor)
             w = (w - 2 * U[t] * L[t]).clamp_min_(0)
-            out[j] = True
-            gone.append(j)
-        return gone, costs.tolist(), L, U
+            out.index_fill_(0, j, True)
+        return gone.tolist(), costs.tolist(), L, U
 
     def group(self) -> Removal:
         """Find the next unit to go, where it has several columns."""
@@ -189,7 +189,7 @@ class _Elimination:
         C = torch.linalg.cholesky(torch.stack([_diagonal_block(A, i, i + c) for i in starts]))
         N_gg = torch.stack([_diagonal_block(N, i, i + c) for i in starts])
         costs = torch.cholesky_solve(N_gg, C).diagonal(dim1=1, dim2=2).sum(dim=1)
-        g = _cheapest(costs.clamp_min_(0))
+        g = int(_cheapest(costs.clamp_min_(0)))
         start, stop = g * c, (g + 1) * c
         # The cheapest unit's L = C⁻¹ A_g:, V = C⁻¹ N_g:, K = V_:g C⁻ᵀ, U = V − ½ K L
         L = _divided(_rows(A, start, stop), C[g])
@@ -212,9 +212,20 @@ class _Elimination:
             self.stays = torch.ones(len(self.names), dtype=torch.bool)
 
 
-def _cheapest(costs: Float[Tensor, " n"]) -> int:
-    """Return the index of the least cost; of equal costs, the last."""
-    return int((costs <= costs.min() * (1 + TIE)).nonzero()[-1])
+def _cheapest(costs: Float[Tensor, " n"]) -> Int[Tensor, "1"]:
+    """Return the index of the least cost, on its device; of equal costs, the last."""
+    cheapest = costs <= costs.min() * (1 + TIE)
+    # argmax finds the first: of the columns from behind.
+    return len(costs) - 1 - cheapest.flip(0).to(torch.uint8).argmax(dim=0, keepdim=True)
+
+
+def _row(
+    S: Float[Tensor, "n n"], j: Int[Tensor, "1"], places: Int[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """Return a whole row of the symmetric matrix of which S holds the lower triangle."""
+    # Left of the diagonal in row j, below it in column j
+    n = len(S)
+    return S.view(-1).index_select(0, torch.where(places <= j, j * n + places, places * n + j))
 
 
 def _rows(S: Float[Tensor, "n n"], start: int, stop: int) -> Float[Tensor, "c n"]:
