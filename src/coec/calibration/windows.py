@@ -100,8 +100,8 @@ def text_notes(calibration: JsonDict) -> list[str]:
     if entropies := calibration.get("bos_cross_entropy"):
         windows = "every window begins with" if calibration["bos"] else "no window is given"
         notes.append(
-            f"{windows} the tokenizer's start: the dense model's cross-entropy on a few of them is "
-            f"{entropies['on']:.3f} nats behind it, and {entropies['off']:.3f} without"
+            f"{windows} the tokenizer's start: with it the dense model's cross-entropy on a few of "
+            f"them is {entropies['on']:.3f} nats, without it {entropies['off']:.3f}"
         )
     return notes
 

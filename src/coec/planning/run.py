@@ -146,11 +146,12 @@ def check_room(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> None:
 
 
 def close_fits(plan: Plan, compute: ComputeConfig, room: FreeMemory) -> tuple[str, ...]:
-    """Sentences on memory that a plan all but fills, or may overfill."""
+    """Sentences on memory that a plan all but fills, or may overfill without being refused."""
     fullest: dict[str, tuple[int, str]] = {}
     for name, place, sizes, free in _places(plan, compute, room):
         needed = needed_beside(sizes)
-        if needed > max(_CLOSE * free, fullest.get(place, (0, ""))[0]):
+        least = max(_CLOSE * free, fullest.get(place, (0, ""))[0])
+        if least < needed <= OVER * free:
             sentence = (
                 f"memory is close: about {needed / 1e9:.1f} GB ({name}), and {place} has "
                 f"{free / 1e9:.1f} GB free; {_advice(plan, compute, sizes)}"
