@@ -29,7 +29,7 @@ class Preset:
 
 _CLOSED_FORMS = {
     "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice", "ridge": 1.0,
-    "allocation": "error", "propagate": True, "token_weights": "residual",
+    "allocation": "error", "propagate": True, "bos": "auto",
 }  # fmt: skip
 """What all presets but the published method begin with."""
 
@@ -38,14 +38,14 @@ PRESETS: dict[PresetName, Preset] = {
     "fast": Preset(
         "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
         1.0,
-        _CLOSED_FORMS | {"ridge": "auto", "bos": "auto"},
+        _CLOSED_FORMS | {"ridge": "auto"},
     ),
     "balanced": Preset(
         "Every block trained, briefly, towards the dense model's hidden states.",
         3.2,
         _CLOSED_FORMS | {
-            "reconstruct": 4, "prediction_passes": 2, "final_norm": True, "holdout": HELD_OUT,
-            "bos": "auto",
+            "token_weights": "residual", "reconstruct": 4, "prediction_passes": 2,
+            "final_norm": True, "holdout": HELD_OUT,
         },
     ),
     "best": Preset(
@@ -53,8 +53,9 @@ PRESETS: dict[PresetName, Preset] = {
         "windows choose.",
         6.5,
         _CLOSED_FORMS | {
-            "reconstruct": 8, "reconstruct_rate": 0.005, "prediction_passes": 6,
-            "final_norm": True, "kv_groups": "held-out", "holdout": HELD_OUT, "bos": "auto",
+            "token_weights": "residual", "reconstruct": 8, "reconstruct_rate": 0.005,
+            "prediction_passes": 6, "final_norm": True, "kv_groups": "held-out",
+            "holdout": HELD_OUT,
         },
     ),
 }  # fmt: skip
