@@ -357,7 +357,6 @@ class BlockReconstruction:
     def _weigh(self) -> None:
         """Set the weight of every token, of mean 1 over the windows fitted on."""
         if self._settings.token_weights == "equal":
-            self._group.do(TwoStreams.weigh, None, 1.0)
             return
         squares = [s for squares in self._group.each(TwoStreams.squares) for s in squares]
         floor = least_square(squares)

@@ -152,7 +152,8 @@ class TwoStreams:
         """Yield every window of the open block: inputs, targets behind it, weights of tokens."""
         inputs, targets = self._pruned_states, self._behind_sites[-1]
         for n in self._numbers(windows_kind):
-            yield from map(Example, inputs[n], targets[n], self._weights[n])
+            weights = self._weights.get(n, torch.ones(inputs[n].shape[:2]))
+            yield from map(Example, inputs[n], targets[n], weights)
 
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
         """Yield, for every part, each token's mean square of the dense state behind the block."""
@@ -163,17 +164,15 @@ class TwoStreams:
         """Return mean squares on the host, computed in one place wherever the states wait."""
         return squares_of(state.to(self._device)).cpu()
 
-    def weigh(self, floor: float | None, mean: float) -> None:
-        """Set the weight of every token.
+    def weigh(self, floor: float, mean: float) -> None:
+        """Set the weight of every token of the open block, without which all count alike.
 
         Args:
-            floor: lower bound on a token's mean square; None for equal weights.
+            floor: lower bound on a token's mean square.
             mean: mean weight of the tokens fitted on, by which all are divided.
         """
         self._weights = {
-            n: torch.ones(state.shape[:2])
-            if floor is None
-            else token_weights(self._squares(state), floor) / mean
+            n: token_weights(self._squares(state), floor) / mean
             for n, state in self._behind_sites[-1].items()
         }
 
@@ -184,7 +183,7 @@ class TwoStreams:
         for numbers in self._parts[windows_kind]:
             sums: dict[str, GramSum] = {}
             for n in numbers:
-                with summed_inputs(layers, block, sums, self._weights[n]):
+                with summed_inputs(layers, block, sums, self._weights.get(n)):
                     layers.advance(block.index, self._dense_states[n])
             yield sums
 
@@ -218,11 +217,11 @@ class TwoStreams:
         state = self._before_site[n].to(self._device)
         out = self._dense_layers.call(half, self._index, state)
         x, consumed = calls.pop()
-        w = self._weights[n].to(self._device)
-        statistics.gram.update(x, w)
+        w = self._weights.get(n)
+        statistics.gram.update(x, None if w is None else w.to(self._device))
         target = self._behind_sites[number][n].to(self._device)
         residual = _flat(target) - _flat(out)
-        weighted = residual * w.reshape(-1, 1).to(residual)
+        weighted = residual if w is None else residual * w.reshape(-1, 1).to(residual)
         statistics.add_residual(summed_products(weighted, x.flatten(0, -2)).double())
         # A model may scale what a site adds, by one number for all.
         added = _inner(_flat(out) - _flat(state), _flat(consumed))
