@@ -760,9 +760,14 @@ def test_rows_have_the_energy_of_top_tokens_as_they_were_weighted(
 
     monkeypatch.setattr(GramSum, "update", recorded)
     report = pruned(dense, tmp_path / "out", tokens, propagate=True, token_weights=weights)
-    inputs, by_token = (torch.cat([b[n].flatten(0, 1) for b in batches[:8]]) for n in (0, 1))
+    inputs = torch.cat([inputs.flatten(0, 1) for inputs, _ in batches[:8]])
+    by_token = torch.ones(len(inputs))
+    if weights == "residual":
+        by_token = torch.cat([by_token.flatten() for _, by_token in batches[:8]])
+        assert not bool((by_token == 1).any())
+    else:
+        assert {by_token for _, by_token in batches} == {None}
     assert len(inputs) == 24 * 32
-    assert (weights == "equal") == bool((by_token == 1).all())
     energies = by_token * inputs.square().sum(dim=1)
     expected = float(energies.max() / energies.sum())
     assert report.sites[0]["top_token_energy"] == pytest.approx(expected, rel=1e-5)
