@@ -51,7 +51,7 @@ PRESETS: dict[PresetName, Preset] = {
     "best": Preset(
         "Every block trained for longer; uniform widths keep the number of KV groups that held-out "
         "windows choose.",
-        6.5,
+        6.0,
         _CLOSED_FORMS | {
             "token_weights": "residual", "reconstruct": 8, "reconstruct_rate": 0.005,
             "prediction_passes": 6, "final_norm": True, "kv_groups": "held-out",
