@@ -133,9 +133,11 @@ def draw(rows: Rows, path: Path) -> None:
             ax.plot(row["cpu"], row[key], "s" if by_block else "o", color=f"C{int(by_block)}")
             ax.annotate(
                 name.replace(", by block", "*"), (row["cpu"], row[key]), fontsize=8,
-                xytext=(4, 4), textcoords="offset points",
+                xytext=(4, -10 if name == "none" else 4), textcoords="offset points",
             )  # fmt: skip
         ax.set(xscale="log", title=title, xlabel="CPU seconds (* widths by block)")
+        ax.set_xticks([200, 500, 1000, 2000], ["200", "500", "1,000", "2,000"])
+        ax.minorticks_off()
         ax.margins(x=0.2, y=0.1)
     axes[0].set_ylabel("KL to the dense model, nats per token")
     figure.savefig(path, dpi=120)
