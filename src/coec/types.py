@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coec.devices import summed_products
+from coec.devices import summed_products, widens
 from coec.errors import NumericalError, OptionError
 
 LARGEST = 4096
@@ -154,7 +154,8 @@ class GramSum:
         weighted = rows if w is None else rows * w
         # The sums of this batch alone, then added to the others
         batch = GramSum(0, rows.device)
-        batch.xx = summed_products(stored if w is None else weighted, stored)
+        factor = stored if widens(stored.device, stored.dtype) else rows
+        batch.xx = summed_products(factor if w is None else weighted, factor)
         energies = torch.linalg.vector_norm(rows, dim=1).double().square()
         batch.largest = energies if w is None else energies * w[:, 0]
         batch.x = _summed(weighted)

@@ -62,7 +62,7 @@ def test_the_result_is_nearer_to_the_dense_model_on_other_windows(recovered, den
 
 
 def test_passes_may_be_in_bfloat16(recovered, recover, dense, tmp_path):
-    """As on a GPU: where a CPU multiplies in it, training takes a fifth of the time."""
+    """As they are on a GPU; what is written has the dtypes of the start."""
     judged = recover(forward_dtype="bfloat16").recoveries[-1]["held_out"]
     assert judged["after"] < 0.95 * judged["before"]
     assert differing(tmp_path / "out", recovered[0])

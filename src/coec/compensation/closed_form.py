@@ -72,18 +72,20 @@ def _drawn_to(
     counts as `PRIOR` tokens for every column, or `LARGEST`.
     """
     target = OutputProblem.of_site(problem)
-    energy = target.Gxx.diagonal()
-    if isinstance(options.ridge, str):
+    scale = None
+    if not isinstance(options.ridge, str):
+        ridge = options.ridge
+    else:
+        energy = target.Gxx.diagonal()
         ridge = min(LARGEST, PRIOR * len(energy) / max(problem.gram.tokens, 1))
         # A common ridge over channels of unit energy; one without any keeps its unit.
         scale = torch.where(energy > 0, energy.sqrt(), 1.0)
-    else:
-        ridge, scale = options.ridge, torch.ones_like(energy)
-    target, start = target.scaled(scale), start * scale
+        target, start = target.scaled(scale), start * scale
     # Gyx − S Gxx → times (Gxx + λI)⁻¹
     residual = target.Gyx - start @ target.Gxx
     correction = solve_right(residual, target.Gxx, ridge, target.precision)
-    return SiteResult((start + correction) / scale, diagnostics={"ridge": ridge})
+    W = start + correction
+    return SiteResult(W if scale is None else W / scale, diagnostics={"ridge": ridge})
 
 
 def rcpu(problem: SiteProblem) -> SiteResult:

@@ -152,7 +152,8 @@ class TwoStreams:
         """Yield every window of the open block: inputs, targets behind it, weights of tokens."""
         inputs, targets = self._pruned_states, self._behind_sites[-1]
         for n in self._numbers(windows_kind):
-            weights = self._weights.get(n, torch.ones(inputs[n].shape[:2]))
+            w = self._weights.get(n)
+            weights = torch.ones(inputs[n].shape[:2]) if w is None else w
             yield from map(Example, inputs[n], targets[n], weights)
 
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
