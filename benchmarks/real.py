@@ -17,8 +17,10 @@ of the hidden states behind them on the test windows, mean of ‖h − h̃‖² 
 """
 
 import argparse
+import hashlib
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
@@ -87,11 +90,24 @@ ABLATION = {variant.pop("label"): ONE_SHOT | variant for variant in _grid["varia
 ROWS |= {name: settings for name, settings in ABLATION.items() if name not in ROWS}
 for _name in ("fast", "best", "best, by block"):
     ROWS[f"{_name}, a million tokens"] = ROWS[_name] | {"calibration": "train", "samples": 976}
-for _name, _tokens in product(("none", "fast", "fast, by block"), ("20k", "100k", "2M")):
-    ROWS[f"{_name}, recover {_tokens}"] = ROWS[_name] | {"recover": _tokens}
+STARTS = ("none", "fast", "fast, by block", "best, by block")
+BUDGETS = ("20k", "100k", "2M", "20M")
+WAYS: dict[str, dict[str, Any]] = {
+    "": {},
+    "stories": {"text": "stories"},
+    "both texts": {"text": "both"},
+    "same windows": {"text": "same"},
+    "self-written": {"text": "self"},
+    "LoRA 8": {"lora": 8},
+    "LoRA 64": {"lora": 64},
+    "teacher stored": {"teacher": "stored"},
+}
+"""Ways to train a start, by what they differ in from all weights on WikiText-2 train."""
+for _start, _tokens, (_way, _options) in product(STARTS, BUDGETS, WAYS.items()):
+    _name = f"{_start}, recover {_tokens}" + (f", {_way}" if _way else "")
+    ROWS[_name] = ROWS[_start] | {"recover": {"text": "train", "tokens": _tokens} | _options}
 """Rows that are made where they are named: the rest of the paper's main table, its ablation
-(COEC built up from RCPU), and windows of WikiText-2 train, its `<unk>` left out, which calibrate or
-on which the pruned model is trained."""
+(COEC built up from RCPU), a million tokens that calibrate, and trainings of what a row pruned."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -196,33 +212,30 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
+        settings = dict(case["settings"])
+        recovery = settings.pop("recover", None)
+        start, before = _start(case | {"settings": settings}) if recovery else (model, {})
         pruned = Path(work) / "pruned"
         began, spent = time.perf_counter(), time.process_time()
-        settings = dict(case["settings"])
-        recover = settings.pop("recover", None)
         if case["row"] == DENSE:
             pruned = model
         elif case["row"] == "OSSCAR":
             osscar.prune(model, pruned, case["sparsity"], **windows)
+        elif recovery:
+            numbers |= _recover(model, start, pruned, recovery, case)
         else:
             settings = windows | settings | {"sparsity": case["sparsity"]}
             if settings["calibration"] == "train":
                 settings["calibration"] = str(_train_text(texts, Path(work)))
             report = coec.prune(model, pruned, progress=_progress, **settings)
             numbers["removed"] = report.plan["removed"]["parameters"]
-        if recover is not None:
-            start, pruned = pruned, Path(work) / "recovered"
-            training = coec.recover(
-                model, start, pruned, text=str(_train_text(texts, Path(work))), tokens=recover,
-                seq_len=size.seq_len, seed=case["seed"], forward_dtype="bfloat16",
-                progress=_progress,
-            ).recoveries[-1]  # fmt: skip
-            numbers["tokens_per_second"] = training["tokens"] / training["seconds"]
-        numbers["wall"] = time.perf_counter() - began
-        numbers["cpu"] = time.process_time() - spent
+        numbers["wall"] = time.perf_counter() - began + before.get("wall", 0.0)
+        numbers["cpu"] = time.process_time() - spent + before.get("cpu", 0.0)
         numbers["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.cuda.is_available():
             numbers["device_bytes"] = torch.cuda.max_memory_allocated()
+        if kept := case.get("keep"):
+            shutil.copytree(pruned, kept)
         network = _network(pruned)
         for prefix, text in JUDGES.items():
             ids = evaluation_ids(model, size, Path(case["shared"]) / text)
@@ -241,6 +254,54 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
             numbers["tasks"] = {score.task: score.value for score in tasks.tasks}
             numbers["mean"] = tasks.mean
     return numbers
+
+
+def _start(case: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Return what a row pruned and the row's numbers, kept for the trainings that begin from it."""
+    named = json.dumps([case["model"], case["size"], case["sparsity"], case["seed"],
+                        case["settings"], record.commit()])  # fmt: skip
+    folder = CACHE / "starts" / hashlib.sha256(named.encode()).hexdigest()[:16]
+    numbers = folder.with_suffix(".json")
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not numbers.is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            found = measured(case | {"keep": str(folder), "limit": 0})
+            numbers.write_text(json.dumps(found), encoding="utf-8")
+    return folder, json.loads(numbers.read_text(encoding="utf-8"))
+
+
+def _recover(
+    model: Path, start: Path, out: Path, settings: dict[str, Any], case: dict[str, Any]
+) -> dict[str, Any]:
+    """Train a pruned model; return what its report says, and the memory that was planned."""
+    import coec
+    from benchmarks.recover import same_windows
+    from coec.devices import choose_device
+    from coec.recovery.plan import footprints
+    from coec.settings.recovery import Recovery
+
+    size, data = SIZES[case["size"]], Path(case["shared"]) / "data"
+    train, text = _train_text(data / "wikitext-2", out.parent), settings["text"]
+    stories = data / "tinystories/train.txt"
+    sources = {"train": train, "stories": stories, "both": f"{train}=1,{stories}=1"}
+    if text == "same":
+        sources[text] = same_windows(
+            model, data / "wikitext-2/valid.raw.txt", out.parent, samples=size.samples,
+            seq_len=size.seq_len, seed=case["seed"],
+        )  # fmt: skip
+    settings = settings | {
+        "text": str(sources.get(text, text)), "seq_len": size.seq_len, "seed": case["seed"],
+        "forward_dtype": "bfloat16",
+    }  # fmt: skip
+    way = footprints(model, start, Recovery.of(settings), choose_device("auto"), None)[0]
+    began = time.process_time()
+    training = coec.recover(model, start, out, progress=_progress, **settings).recoveries[-1]
+    told = ("tokens", "passes", "learning_rate", "held_out", "curve")
+    return {
+        "training_cpu": time.process_time() - began, "planned_bytes": way.bytes,
+        "tokens_per_second": training["tokens"] / training["seconds"],
+    } | {name: training[name] for name in told}  # fmt: skip
 
 
 def _train_text(texts: Path, work: Path) -> Path:

@@ -135,7 +135,9 @@ def measure(case: Case, shared: Path, starts: Path, python: float) -> dict[str, 
     with tempfile.TemporaryDirectory() as scratch:
         text = {"fresh": str(folder / FRESH[TEXTS[case.model]]), "self": "self"}.get(case.text)
         if text is None:
-            text = _same_windows(case, dense, calibration, Path(scratch))
+            text = same_windows(
+                dense, calibration, Path(scratch), samples=SAMPLES, seq_len=SEQ_LEN, seed=case.seed
+            )
         out, tokens = f"{scratch}/out", SPEED[case.model] * case.seconds
         common += ["--lora", str(case.lora)] if case.lora else []
         common += ["--teacher", "stored"] if case.stored else []
@@ -152,8 +154,10 @@ def measure(case: Case, shared: Path, starts: Path, python: float) -> dict[str, 
     }  # fmt: skip
 
 
-def _same_windows(case: Case, dense: Path, calibration: Path, folder: Path) -> str:
-    """The windows that the pruning was calibrated on, as token ids."""
+def same_windows(
+    dense: Path, calibration: Path, folder: Path, *, samples: int, seq_len: int, seed: int
+) -> str:
+    """Write the windows that a pruning is calibrated on, as token ids; return the file."""
     import numpy as np
 
     from coec.calibration.tokens import Extent
@@ -162,11 +166,9 @@ def _same_windows(case: Case, dense: Path, calibration: Path, folder: Path) -> s
     from coec.settings import Calibration, Runtime
 
     model = Dense.open(dense)
-    settings = Calibration(
-        source=str(calibration), samples=SAMPLES, seq_len=SEQ_LEN, seed=case.seed
-    )
-    stream = text_stream(model, settings, Runtime(), Extent(9 * SAMPLES * SEQ_LEN), None)
-    windows = sample_windows(stream, samples=SAMPLES, seq_len=SEQ_LEN, seed=case.seed)
+    settings = Calibration(source=str(calibration), samples=samples, seq_len=seq_len, seed=seed)
+    stream = text_stream(model, settings, Runtime(), Extent(9 * samples * seq_len), None)
+    windows = sample_windows(stream, samples=samples, seq_len=seq_len, seed=seed)
     np.save(folder / "windows.npy", windows.ids.numpy())
     return str(folder / "windows.npy")
 

@@ -63,10 +63,15 @@ def test_a_row_of_a_preset_is_nearer_to_the_dense_model_than_the_bare_slice(
 
 @pytest.mark.slow
 def test_a_row_that_is_trained_afterwards_says_how_fast(two_blocks: Path, small: None) -> None:
-    settings = real.ROWS["none, recover 20k"] | {"recover": "1k"}
-    trained = real.measured(case(two_blocks, "none, recover 20k", settings))
+    name = "none, recover 20k, same windows"
+    settings = dict(real.ROWS[name])
+    settings["recover"] = settings["recover"] | {"tokens": "1k"}
+    trained = real.measured(case(two_blocks, name, settings))
     assert trained["tokens_per_second"] > 0
     assert 0 < trained["error"] < 1
+    start, numbers = real._start(case(two_blocks, name, real.ROWS["none"]))
+    assert (start / "config.json").is_file()
+    assert numbers["cpu"] < trained["cpu"]  # which has the pruning too
 
 
 def test_perplexity_and_divergence_are_those_of_eval(two_blocks: Path, small: None) -> None:
