@@ -89,6 +89,30 @@ def test_windows_start_with_what_the_tokenizer_starts_with(shared, tmp_path):
     assert windows.special_tokens == 1
 
 
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}"
+
+
+def test_a_model_with_a_chat_template_writes_chats(model, tmp_path):
+    tm.write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = TEMPLATE
+    start = tokenizer("<user>", add_special_tokens=False)["input_ids"]
+    windows = sample_from_model(model, tokenizer, samples=200, seq_len=len(start) + 8, seed=0)
+    assert (windows.ids[:, : len(start)] == torch.tensor(start)).all()
+    assert windows.special_tokens == len(start)
+    assert (windows.ids[:, len(start) :] == model.config.eos_token_id).any()  # the end of a turn
+
+
+@pytest.mark.filterwarnings("ignore:the chat template was not used")
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "nothing of what is said"])
+def test_a_chat_template_without_a_users_turn_leaves_plain_text(template, model, tmp_path):
+    tm.write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    plain = draw(model, tokenizer=tokenizer, samples=4).ids
+    tokenizer.chat_template = template
+    assert torch.equal(draw(model, tokenizer=tokenizer, samples=4).ids, plain)
+
+
 def test_equal_logits_give_every_token_but_the_end():
     flat = tm.tiny("llama", torch.float32)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from coec.calibration.sources import Documents, Split, mixture, read_parts
 from coec.errors import CalibrationError, CoecError, ModelError, first_line
-from coec.events import Progress
+from coec.events import Progress, record
 from coec.models.files import JsonDict, check_fetched
 from coec.models.folder import (
     CONFIG,
@@ -201,6 +201,23 @@ class _ChatTemplate:
                 f"chat {self.count} cannot be rendered by the tokenizer's chat template "
                 f"({first_line(error)}): give text, or messages with role and content"
             ) from error
+
+
+def chat_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what a tokenizer's chat template writes before a user's first words, as tokens.
+
+    Empty where there is no template, or one that a lone user's turn does not fit.
+    """
+    if not tokenizer.chat_template:
+        return []
+    words = "coec"  # any that a template does not change
+    try:
+        turns = [{"role": "user", "content": words}]
+        start, found, _ = str(tokenizer.apply_chat_template(turns, tokenize=False)).partition(words)
+    except Exception as error:  # a template is a program
+        record(f"the chat template was not used to sample text: {first_line(error)}")
+        return []
+    return encode(tokenizer, start, special=False).tolist() if found else []
 
 
 def _turn(message: Any) -> Any:

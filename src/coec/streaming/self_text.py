@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
-from coec.calibration.tokens import digest, encode
+from coec.calibration.tokens import chat_start, digest, encode
 from coec.calibration.windows import Windows
 from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
@@ -66,10 +66,11 @@ def sample_from_model(
 ) -> Windows:
     """Draw `samples` windows of `seq_len` tokens from the model at temperature 1.
 
-    Every window starts with what the tokenizer puts before an empty text (a BOS token), or, where
-    that is nothing, with one token drawn uniformly from the vocabulary; no end token is drawn after
-    that. Penalties and cut-offs of the model's generation_config.json do not apply. The global
-    random state is left as it was.
+    A model with a chat template writes chats, the user's words too: every window starts with what
+    the template writes before these (Xu et al. 2024, Magpie). Other windows start with what the
+    tokenizer puts before an empty text (a BOS token), or, where that is nothing, with one token
+    drawn uniformly from the vocabulary; no end token is drawn after that. Penalties and cut-offs of
+    the model's generation_config.json do not apply. The global random state is left as it was.
 
     Args:
         model: the dense model, in memory.
@@ -84,7 +85,8 @@ def sample_from_model(
         CoecError: the tokenizer's start does not fit the model or the windows; or the model's
             logits are not finite.
     """
-    start = _start(model, tokenizer, seq_len)
+    chat = [] if tokenizer is None else chat_start(tokenizer)
+    start = _start(model, tokenizer, seq_len, chat)
     rows: list[Tensor] = []
     with torch.no_grad(), _plain_generation(model) as ends:
         for first in range(0, samples, at_once):
@@ -93,16 +95,19 @@ def sample_from_model(
             generators = [
                 torch.Generator(model.device).manual_seed(nth_seed(seed, n)) for n in numbers
             ]
-            rows.append(_drawn(model, start, seq_len, ends, generators))
+            # In a chat, end tokens end a turn.
+            rows.append(_drawn(model, start, seq_len, [] if chat else ends, generators))
             if progress:
                 progress("sampling text", numbers.stop, samples)
     ids = torch.cat(rows)
     return Windows(ids, f"self (seed {seed})", ids.numel(), digest(ids), len(start))
 
 
-def _start(model: Any, tokenizer: PreTrainedTokenizerBase | None, seq_len: int) -> list[int]:
-    """Return the tokens that every window starts with."""
-    start: list[int] = [] if tokenizer is None else encode(tokenizer, "").tolist()
+def _start(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, chat: list[int]
+) -> list[int]:
+    """Return the tokens that every window starts with: those of a chat, or of a text."""
+    start = chat or ([] if tokenizer is None else encode(tokenizer, "").tolist())
     vocabulary = int(model.config.vocab_size)
     if any(not 0 <= token < vocabulary for token in start):
         raise ModelError(
