@@ -12,14 +12,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from coec import selection as selections
-from coec.allocation import ALLOCATIONS, Rule
 from coec.allocation.kept import KeptUnits, named
+from coec.allocation.rules import ALLOCATIONS, Rule
 from coec.calibration.tokens import source_of
 from coec.compensation import Method, compensate
 from coec.compensation.methods import called
 from coec.errors import OptionError
 from coec.models.files import JsonDict
+from coec.selection import SELECTIONS, column_scores
 from coec.settings import (
     NAMES,
     OPTIONS,
@@ -177,7 +177,7 @@ class Recipe:
     def score(self) -> Callable[..., Tensor]:
         """The selection as a function."""
         selection = self.pruning.selection
-        return selections.resolve(selection) if isinstance(selection, str) else selection
+        return SELECTIONS[selection] if isinstance(selection, str) else selection
 
     def opened(self) -> "Recipe":
         """Return the recipe with its kept units read: a file that changes later changes nothing."""
@@ -308,7 +308,7 @@ def _rehearse(recipe: Recipe) -> None:
 
 def _rehearse_selection(name: str, score: Callable[..., Any], W: Tensor, gram: Gram) -> None:
     try:
-        scores = selections.column_scores(score, W, gram, units=4, keep=3, seed=0)
+        scores = column_scores(score, W, gram, units=4, keep=3, seed=0)
     except TypeError as error:
         raise OptionError(
             f"{name} fails on a small problem; it is called with (weight, gram), and with units, "

@@ -9,7 +9,6 @@ from coec.selection.scores import (
     expert_scores,
     keep_highest,
     kept_count,
-    resolve,
     unit_scores,
 )
 
@@ -22,7 +21,6 @@ __all__ = [
     "keep_highest",
     "kept_count",
     "removal_path",
-    "resolve",
     "standardised",
     "unit_scores",
 ]

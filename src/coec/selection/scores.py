@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.errors import NumericalError, OptionError
+from coec.errors import NumericalError
 from coec.linalg.spd import regularized_inverse
 from coec.selection.elimination import obs
 from coec.settings.parts import check_sparsity
@@ -105,13 +105,6 @@ SELECTIONS: dict[str, Score] = {
     "magnitude": magnitude,
     "random": random,
 }
-
-
-def resolve(selection: str) -> Score:
-    """Return the score of that name; raises OptionError with the known names."""
-    if selection not in SELECTIONS:
-        raise OptionError(f"unknown selection '{selection}'; known: {', '.join(SELECTIONS)}")
-    return SELECTIONS[selection]
 
 
 def column_scores(
