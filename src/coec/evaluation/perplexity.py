@@ -29,11 +29,12 @@ from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
 from coec.evaluation.loaded import Loaded
 from coec.evaluation.pair import load_network
-from coec.evaluation.settings import TextEvaluation, TextSettings
+from coec.evaluation.settings import TextEvaluation
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.pipeline.report import calibration_digest
+from coec.settings.typed import TextSettings
 from coec.streaming.head import Prediction
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
