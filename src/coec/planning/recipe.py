@@ -1,6 +1,5 @@
 """The recipe: every setting that determines a pruned model, besides the dense one."""
 
-import difflib
 import json
 import stat
 import tomllib
@@ -17,7 +16,7 @@ from coec.allocation.rules import ALLOCATIONS, Rule
 from coec.calibration.tokens import source_of
 from coec.compensation import Method, compensate
 from coec.compensation.methods import called
-from coec.errors import OptionError
+from coec.errors import OptionError, did_you_mean
 from coec.models.files import JsonDict
 from coec.selection import SELECTIONS, column_scores
 from coec.settings import (
@@ -224,7 +223,8 @@ def read_settings(path: Path) -> JsonDict:
         if isinstance(content[key], list):
             raise OptionError(f"'{path}' gives '{key}' a list, which no setting of a file is")
         if name not in NAMES:
-            hint = ": give it to the command" if name in _ARGUMENTS else _meant(name)
+            near = did_you_mean(name, NAMES.union(APART))
+            hint = ": give it to the command" if name in _ARGUMENTS else near
             raise OptionError(f"'{path}' holds '{key}', which is no setting{hint}")
     return {name: content[key] for name, key in keys.items()}
 
@@ -238,12 +238,6 @@ def by_name(keys: Iterable[str], name_of_file: str) -> dict[str, str]:
             raise OptionError(f"{name_of_file} sets {name} twice, as '{names[name]}' and '{key}'")
         names[name] = key
     return names
-
-
-def _meant(name: str) -> str:
-    """Return the setting that a name nearly is, as a hint."""
-    close = difflib.get_close_matches(name, NAMES | set(APART), 1)
-    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def read_toml(path: Path, name: str, missing: str) -> JsonDict:
@@ -274,12 +268,12 @@ def _with_options(settings: dict[str, Any]) -> dict[str, Any]:
 
     Raises OptionError for an unknown setting, unless it may be an option of a user's function.
     """
-    known_names = NAMES | set(APART)
+    known_names = NAMES.union(APART)
     options = {option.name for option in OPTIONS}
     settings_of_parts = {k: v for k, v in settings.items() if k in known_names and k not in options}
     for name in settings:
         if name not in known_names and not callable(settings_of_parts.get("compensation")):
-            raise OptionError(f"unknown setting '{name}'{_meant(name)}")
+            raise OptionError(f"unknown setting '{name}'{did_you_mean(name, known_names)}")
     chosen = {name: value for name, value in settings.items() if name not in settings_of_parts}
     return settings_of_parts | {"options": {**settings_of_parts.get("options", {}), **chosen}}
 

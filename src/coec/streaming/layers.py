@@ -6,7 +6,6 @@ without weights: nothing of rotary embeddings, masks or positions is rebuilt.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,14 +23,8 @@ HOST = torch.device("cpu")
 TOKENS_PER_BATCH = 8192
 State = Float[Tensor, "_ length hidden"]
 """Hidden states of a batch."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """Arguments with which the model calls a layer, besides the hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments with which the model calls a layer, besides the hidden states."""
 
 
 def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
@@ -50,7 +43,7 @@ class _Recorder(nn.Module):
         imitate(layer, self)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._calls.append(_Call(args, kwargs))
+        self._calls.append((args, kwargs))
         return (hidden_states,) if self._in_tuple else hidden_states
 
 
@@ -209,7 +202,7 @@ class Layers:
 
     def call(self, module: Callable[..., Any], index: int, state: State) -> State:
         """Return the output of a module, called as the model calls its layer of this index."""
-        call = self._calls[len(state)][index]
-        out = module(state, *call.args, **call.kwargs)
+        args, kwargs = self._calls[len(state)][index]
+        out = module(state, *args, **kwargs)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
