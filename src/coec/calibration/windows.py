@@ -274,8 +274,6 @@ def resolve_seq_len(seq_len: int | None, positions: int, default: int) -> int:
         )
     if seq_len is None:
         return min(default, positions)
-    if seq_len < 2:
-        raise OptionError(f"seq_len must be at least 2, got {seq_len}")
     if seq_len > positions:
         raise OptionError(
             f"seq_len={seq_len} is beyond the model's {positions} positions; "

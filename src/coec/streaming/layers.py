@@ -141,19 +141,12 @@ class Layers:
 
         return run
 
-    @torch.no_grad()
     def note_calls(self, windows: int, length: int) -> None:
         """Note how each layer is called with so many windows, unless that is known."""
-        if windows in self._calls:
-            return
-        compute_buffers(self._model, self._device)
-        embed = self._base.embed_tokens
-        nothing = torch.zeros(1, 1, device=self._device, dtype=self._dtype)
-        embed.weight = nn.Parameter(nothing.expand(embed.weight.shape), requires_grad=False)
-        self._base.norm = nn.Identity()
-        ids = torch.zeros(windows, length, dtype=torch.int64)
-        _, self._calls[windows] = self._record(ids)
-        embed.to("meta")
+        if windows not in self._calls:
+            ids = torch.zeros(windows, length, dtype=torch.int64)
+            nothing = torch.zeros(1, 1, device=self._device, dtype=self._dtype)
+            self.embed([ids], nothing.expand(self._base.embed_tokens.weight.shape))
 
     def drop(self, index: int) -> None:
         """Free the weights of a layer."""
