@@ -27,8 +27,7 @@ from coec.calibration.tokens import (
 from coec.calibration.windows import Windows, all_windows, resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
-from coec.evaluation.loaded import Loaded
-from coec.evaluation.pair import load_network
+from coec.evaluation.pair import Loaded, load_network
 from coec.evaluation.settings import TextEvaluation
 from coec.events import Progress
 from coec.models.dense import Dense
