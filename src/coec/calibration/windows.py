@@ -337,11 +337,8 @@ def text_stream(
 ) -> Stream:
     """Read the tokens of the calibration text, or of a long one as many as the extent says."""
     source = calibration.source
-    if isinstance(source, Tensor):
-        return Stream(source, "tensor", "").within(dense.vocabulary)
     tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=runtime.trust_remote_code)
-    source = source if isinstance(source, Documents) else str(source)
-    if not is_token_file(source):
+    if not (isinstance(source, Tensor) or is_token_file(source)):
         tokenizer()  # a folder without one is refused before the text is read
     stream = read_stream(
         source, tokenizer, split="train", text_column=calibration.text_column, extent=extent,

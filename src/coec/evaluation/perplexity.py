@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coec.calibration.sources import Documents
 from coec.calibration.tokens import (
     Extent,
     Stream,
@@ -229,16 +228,12 @@ class _Cut:
     ) -> "_Cut":
         """Read the text with the model's tokenizer."""
         length, limit = _window_length(rules, model), rules.max_windows
-        source = source_of(text, rules.text_column)
-        if isinstance(source, Tensor):
-            stream = Stream(source, "tensor", "")
-        else:
-            stream = read_stream(
-                source if isinstance(source, Documents) else str(source),
-                partial(load_tokenizer, model.folder, trust_remote_code=trust_remote_code),
-                split=rules.split, text_column=rules.text_column,
-                extent=Extent(None if limit is None else limit * length), progress=progress,
-            )  # fmt: skip
+        stream = read_stream(
+            source_of(text, rules.text_column),
+            partial(load_tokenizer, model.folder, trust_remote_code=trust_remote_code),
+            split=rules.split, text_column=rules.text_column,
+            extent=Extent(None if limit is None else limit * length), progress=progress,
+        )  # fmt: skip
         return cls(stream.within(model.vocabulary), length, limit)
 
     def __call__(self, *, bos: bool) -> Windows:
