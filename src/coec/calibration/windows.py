@@ -254,16 +254,20 @@ def _cut(stream: Stream, seq_len: int, bos: bool) -> Int[Tensor, "n length"]:
             )
         return ids
     # The tokenizer's start comes before every window, which has so much less text.
-    width = seq_len - len(start)
-    if width < 1:
-        raise CalibrationError(
-            f"windows of {seq_len} tokens hold nothing but the {len(start)} that the tokenizer "
-            "starts a text with; take longer ones (seq_len=N)"
-        )
-    ids = ids[len(start) :]
+    check_start(seq_len, len(start))
+    width, ids = seq_len - len(start), ids[len(start) :]
     count = len(ids) // width
     rows = ids[: count * width].reshape(count, width)
     return torch.cat([start.expand(count, -1), rows], dim=1) if bos else rows
+
+
+def check_start(seq_len: int, start: int) -> None:
+    """Raise CalibrationError where windows have no room for text behind the tokenizer's start."""
+    if seq_len <= start:
+        raise CalibrationError(
+            f"windows of {seq_len} tokens hold nothing but the {start} that the tokenizer starts a "
+            "text with; take longer ones (seq_len=N)"
+        )
 
 
 def resolve_seq_len(seq_len: int | None, positions: int, default: int) -> int:
