@@ -10,11 +10,11 @@ import pytest
 import coec
 from coec.cli.commands import app
 from coec.compensation import COMPENSATIONS
-from coec.models import formats
 from coec.models.architectures import ARCHITECTURES
 from coec.planning.recipe import Recipe
 from coec.selection import SELECTIONS
 from coec.settings import OPTIONS, TABLE
+from tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def test_the_mathematics_example_in_the_guide_runs():
 
 
 def test_the_table_of_loaders_is_made_of_the_findings():
-    assert formats.table() in (ROOT / "docs/FORMATS.md").read_text(encoding="utf-8")
+    assert tables.loaders() in (ROOT / "docs/FORMATS.md").read_text(encoding="utf-8")
 
 
 def test_every_method_is_described():

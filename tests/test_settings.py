@@ -23,10 +23,10 @@ from coec.planning.recipe import Recipe, read_settings
 from coec.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
 from coec.settings import typed as typed_settings
-from coec.settings.__main__ import document, typed
 from coec.settings.options import COMPENSATION_OPTIONS
 from coec.settings.recovery import Recovery
 from coec.types import SiteResult
+from tools import tables
 
 ROOT = Path(package.__file__).resolve().parents[1]
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs/SETTINGS.md"
@@ -40,16 +40,16 @@ ADDED = {
 ASK = """
 import inspect, json, sys
 from coec.settings import NAMES, OPTIONS
-from coec.settings.__main__ import document
 before = "torch" in sys.modules
 from coec.cli.prune import prune_command
 from coec.experiments.grid import Grid
 from coec.planning.recipe import Recipe
+from tools import tables
 recipe = Recipe(preset="paper", extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
 (grid,) = Grid.read(sys.argv[1])
 print(json.dumps({
-    "document": document(),
+    "document": tables.settings(),
     "torch": before,
     "help": [flags[n].annotation.__metadata__[0].help for n in ("extra_turns", "extra_text")],
     "record": recipe.record(),
@@ -77,7 +77,7 @@ def grown(tmp_path_factory) -> dict:
     grid.write_text('extra-turns = [1, 2]\nextra-text = "maybe"\n')
     ran = subprocess.run(
         [sys.executable, "-c", ASK, str(grid)], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        env=os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{DOCUMENT.parents[1]}"},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
@@ -111,7 +111,7 @@ def test_an_option_of_two_methods_is_one_flag():
 
 def test_functions_take_the_settings_by_their_types():
     written = Path(inspect.getfile(typed_settings)).read_text(encoding="utf-8")
-    assert typed() == written, "write it anew: python -m coec.settings typed > …/settings/typed.py"
+    assert tables.typed() == written, "write it anew: python tools/tables.py typed > …/typed.py"
     taken = {"options", "trust_remote_code", *settings.NAMES}
     assert typed_settings.PruningSettings.__annotations__.keys() == taken
     names = {item.name for item in Recovery.table()}
@@ -123,7 +123,7 @@ def test_functions_take_the_settings_by_their_types():
 
 def test_the_document_lists_every_setting():
     written = DOCUMENT.read_text(encoding="utf-8")
-    assert document() == written, "write it anew: python -m coec.settings > docs/SETTINGS.md"
+    assert tables.settings() == written, "write it anew: python tools/tables.py settings"
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,9 @@ def python() -> str:
     names = sorted(coec.__all__, key=lambda name: (not name[0].islower(), name))
     parts = ["# Python\n\nThe public names of the package `coec`.\n"]
     for name in names:
-        module, _, other = coec._LAZY.get(name, "coec.errors").partition(":")
-        if not other:  # that is an earlier name of another
-            option = f"    options:\n      heading: coec.{name}\n      toc_label: {name}\n"
-            parts.append(f"::: {module}.{name}\n{option}")
+        module = coec._LAZY.get(name, "coec.errors")
+        option = f"    options:\n      heading: coec.{name}\n      toc_label: {name}\n"
+        parts.append(f"::: {module}.{name}\n{option}")
     return "\n".join(parts)
 
 

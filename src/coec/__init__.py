@@ -56,31 +56,25 @@ __all__ = [
     "zero_shot",
 ]
 
-_LAZY = {
-    "Export": "coec.exporting.export",
-    "Gram": "coec.types",
-    "KeptSet": "coec.types",
-    "Method": "coec.compensation",
-    "Plan": "coec.planning",
-    "Recipe": "coec.planning.recipe",
-    "Report": "coec.pipeline.report",
-    "SiteProblem": "coec.types",
-    "SiteResult": "coec.types",
-    "Statistics": "coec.streaming.statistics",
-    "collect": "coec.pipeline.collect",
-    "compensate": "coec.compensation",
-    "compensate_pruned": "coec.pipeline.compensate",
-    "efficiency": "coec.evaluation.efficiency",
-    "export": "coec.exporting.export",
-    "geometry": "coec.evaluation.geometry",
-    "infer_kept": "coec.pipeline.compensate",
-    "perplexity": "coec.evaluation.perplexity",
-    "plan": "coec.pipeline.prune",
-    "prune": "coec.pipeline.prune",
-    "recover": "coec.recovery.recover",
-    "speed": "coec.evaluation.efficiency",
-    "zero_shot": "coec.evaluation.zero_shot",
+_MODULES = {
+    "coec.compensation": ("Method", "compensate"),
+    "coec.evaluation.efficiency": ("efficiency", "speed"),
+    "coec.evaluation.geometry": ("geometry",),
+    "coec.evaluation.perplexity": ("perplexity",),
+    "coec.evaluation.zero_shot": ("zero_shot",),
+    "coec.exporting.export": ("Export", "export"),
+    "coec.pipeline.collect": ("collect",),
+    "coec.pipeline.compensate": ("compensate_pruned", "infer_kept"),
+    "coec.pipeline.prune": ("plan", "prune"),
+    "coec.pipeline.report": ("Report",),
+    "coec.planning": ("Plan",),
+    "coec.planning.recipe": ("Recipe",),
+    "coec.recovery.recover": ("recover",),
+    "coec.streaming.statistics": ("Statistics",),
+    "coec.types": ("Gram", "KeptSet", "SiteProblem", "SiteResult"),
 }
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
+"""Modules of the names that are imported when they are used."""
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,9 @@ prints it as it is, without a traceback, and exits with status 1. The change is 
 argument, `seq_len=64`, which the command spells as a flag (`coec.cli.common`).
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 _LONGEST = 200
 """Characters quoted from another library's error."""
 
@@ -12,6 +15,12 @@ _LONGEST = 200
 def first_line(error: BaseException) -> str:
     """The first line of another library's error; its type if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:_LONGEST]
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return a hint at the nearest of the names, if one is near."""
+    close = get_close_matches(name, list(names), 1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 class CoecError(Exception):

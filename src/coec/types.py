@@ -287,13 +287,11 @@ class Convergence:
     """End of an iteration.
 
     Attributes:
-        converged: whether its own stopping rule was met (not the iteration limit).
         iterations: steps taken.
         reason: the rule that ended it, in words.
         history: the objective before the first step and after every step.
     """
 
-    converged: bool
     iterations: int
     reason: str
     history: tuple[float, ...] = ()

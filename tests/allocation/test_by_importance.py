@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.allocation import Widths, by_importance, parameters, uniform
+from coec.allocation.by_importance import by_importance
+from coec.allocation.uniform import uniform
+from coec.allocation.widths import Widths, parameters
 from coec.models.description import Description
 from coec.settings import Pruning
 

@@ -203,7 +203,7 @@ def test_when_rcpu_breaks_down_too_the_slice_stays(monkeypatch):
 
 def test_a_right_solver_that_goes_astray_is_caught(monkeypatch):
     """A solver that returns a bad frame: the rounds say so, the answer falls back."""
-    ended = Convergence(True, 1, "astray")
+    ended = Convergence(1, "astray")
     monkeypatch.setattr(descent_module, "conjugate", lambda problem, R, **options: (-R, ended))
     W, gram, kept = case()
     result = coec.compensate(W, gram, kept, rotation="right", rounds=1)

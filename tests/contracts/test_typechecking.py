@@ -21,7 +21,7 @@ def test_a_wrong_shape_is_found_here():
 
 def test_a_wrong_field_of_a_dataclass_is_found_here():
     with pytest.raises(TypeCheckError):
-        Convergence(True, 1, reason=3)
+        Convergence(1, reason=3)
 
 
 @pytest.mark.skipif(typechecker.EVERYWHERE, reason="COEC_TYPECHECK=1 checks all tests")

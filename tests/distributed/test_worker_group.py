@@ -34,15 +34,10 @@ class Several(WorkerGroup):
             self._members[0] = LocalGroup(self._make(self._shards[0]))
             raise LostError(name)
 
-    def each(self, method, *args, **kwargs):
+    def answers(self, method, args, kwargs):
         self._lose(method.__name__)
-        values = [member.each(method, *args, **kwargs) for member in self._members]
-        return itertools.chain.from_iterable(values)
-
-    def do(self, method, *args, **kwargs):
-        self._lose(method.__name__)
-        for member in self._members:
-            member.do(method, *args, **kwargs)
+        answers = [member.answers(method, args, kwargs) for member in self._members]
+        return itertools.chain.from_iterable(answers)
 
     def solve(self, work):
         solved = work()

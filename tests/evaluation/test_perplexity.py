@@ -14,7 +14,6 @@ import coec
 import tiny_models as tm
 from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
 from coec.evaluation import perplexity as module
-from coec.evaluation.settings import TaskEvaluation, TaskSettings, TextEvaluation, TextSettings
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +189,3 @@ def test_numbers_and_ids_may_be_of_numpy(folders):
     result = coec.perplexity(folders[0], IDS.numpy(), **settings)
     plain = coec.perplexity(folders[0], IDS, seq_len=16, max_windows=2)
     assert (result.windows, result.perplexity) == (2, plain.perplexity)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "fields"), [(TextSettings, TextEvaluation), (TaskSettings, TaskEvaluation)]
-)
-def test_keyword_arguments_are_the_fields(keywords, fields):
-    assert keywords.__annotations__.keys() == {row.name for row in fields.table()}

@@ -9,10 +9,10 @@ import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
 from coec.models import formats
-from coec.models.architectures import ARCHITECTURES
+from coec.models.architectures import ARCHITECTURES, packaged
 from coec.models.description import Description
 from coec.models.folder import read_config
-from coec.models.formats import CONDITIONS, LOADERS, TARGETS, YES, Traits, choose_format, slides
+from coec.models.formats import LOADERS, TARGETS, YES, Traits, choose_format, slides
 from coec.models.layout import QUANTISED_COLUMNS, Shape, split_over
 from coec.models.non_uniform import NAS
 from coec.planning import Plan
@@ -139,7 +139,8 @@ def test_every_finding_names_a_loader_and_types_that_there_are():
         for tried in (loader, *loader.exceptions):
             assert set(tried.types or ()) <= {*ARCHITECTURES, NAS}
     named = {case.when for loader in LOADERS.values() for case in loader.exceptions}
-    assert named - {None} == CONDITIONS.keys() == formats._CONDITIONS.keys()
+    described = packaged("loaders.toml")["conditions"]
+    assert named - {None} == described.keys() == formats._CONDITIONS.keys()
     assert set(TARGETS.values()) <= set(LOADERS)
 
 

@@ -14,17 +14,10 @@ from coec.errors import OptionError
 from coec.execution.output import check_space
 from coec.models.description import Description
 from coec.pipeline.write import space_needed
-from coec.planning import (
-    ComputeConfig,
-    Forecast,
-    Plan,
-    check_room,
-    close_fits,
-    disk,
-    within,
-)
-from coec.planning.memory import _waiting_tokens, needed_beside
+from coec.planning import ComputeConfig, Forecast, Plan
+from coec.planning.memory import _waiting_tokens, disk, needed_beside
 from coec.planning.recipe import Recipe
+from coec.planning.run import check_room, close_fits, within
 from coec.reconstruction import block_training
 from paper_models import LLAMA_8B
 

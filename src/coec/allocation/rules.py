@@ -1,13 +1,17 @@
-"""Rules that share the kept units among blocks, by name (METHODS §10)."""
+"""Rules that share the kept units among blocks, by name, and what units are worth (METHODS §10).
 
-from collections.abc import Callable
+A score ranks the units of one site; the importances here compare sites.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.selection import error_saved, removal_path, standardised
+from coec.selection import flap, unit_scores
+from coec.selection.elimination import removal_path
 from coec.settings.parts import Allocation
 from coec.types import Gram, KeptSet
 
@@ -53,3 +57,53 @@ ALLOCATIONS: dict[Allocation, Rule] = {
     "adaptive": Rule(by_score),
     "error": Rule(by_error, runs_models=True),
 }
+
+
+def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[Tensor, " u"]:
+    """FLAP's scores of units, less their mean and over their deviation, highest first.
+
+    float64, on the CPU. All are 0 where the scores do not differ.
+
+    Source: FLAP's AL-AM (An et al. 2024).
+    """
+    # WIFV scores → deviations from their mean, over the unbiased standard deviation of the site
+    scores = unit_scores(flap(weight.to(gram.xx), gram), units).double().cpu()
+    deviations = scores - scores.mean()
+    spread = deviations.square().sum().div(max(units - 1, 1)).sqrt()
+    ranked = deviations.sort(descending=True).values
+    return ranked / spread if spread > 0 else torch.zeros_like(ranked)
+
+
+def error_saved(costs: Sequence[float], keep: int) -> Float[Tensor, " u"]:
+    """Return by how much every unit that stays lowers the output error, the best unit first.
+
+    The unit is the error at the width `keep`; where that is 0, a unit is worth 0 too, or ∞ if its
+    own removal costs anything. Where a removal costs less than one before it, those between count
+    at their mean cost: the path is replaced by its convex hull. The last unit, which always stays,
+    is worth ∞. float64, on the CPU.
+
+    Args:
+        costs: of every removal down to the last unit, as `removal_path` returns them.
+        keep: how many units are left when the error is 1.
+    """
+    # Costs in the order of removal → their convex hull → shares of the error at `keep` units
+    rising = torch.tensor(_rising(costs), dtype=torch.float64)
+    error = float(rising[: len(costs) + 1 - keep].sum())
+    # Over an error of 0 anything is ∞; 0 over it counts as 0.
+    # Removal order is worst unit first; reversed, the last unit to go is the best.
+    saved = (rising / error if error > 0 else torch.where(rising > 0, torch.inf, 0.0)).flip(0)
+    return torch.cat([torch.full((1,), torch.inf, dtype=torch.float64), saved])
+
+
+def _rising(costs: Sequence[float]) -> list[float]:
+    """The slopes of the convex hull below the sums of costs: isotonic regression, by pooling."""
+    runs: list[tuple[float, int]] = []
+    for cost in costs:
+        total, count = cost, 1
+        # Pool adjacent violators: a run whose mean is no less than the next one's joins it. The
+        # means are compared by products, so that nothing is divided.
+        while runs and runs[-1][0] * count >= total * runs[-1][1]:
+            before, number = runs.pop()
+            total, count = total + before, count + number
+        runs.append((total, count))
+    return [total / count for total, count in runs for _ in range(count)]

@@ -34,7 +34,7 @@ def uniform(layout: Layout, pruning: Pruning, named_units: KeptUnits | None = No
         count = aligned(site, _by_rule(site, pruning), pruning.multiple)
         named_count = None if named_units is None else named_units.units.get(site.key)
         kept[site.block, site.name] = count if named_count is None else len(named_count)
-    widths = Widths(kept, _kept_experts(layout, pruning))
+    widths = Widths(kept, _expert_count(layout, pruning))
     if widths.experts is None and not any(widths.removes_from(site) for site in layout.sites):
         raise _nothing_goes(layout, pruning, named_units)
     return widths
@@ -193,7 +193,7 @@ def whole_attention(
     return Widths(kept, widths.experts)
 
 
-def _kept_experts(layout: Layout, pruning: Pruning) -> int | None:
+def _expert_count(layout: Layout, pruning: Pruning) -> int | None:
     """Return how many experts stay in a block; None where all do."""
     if not (layout.experts and pruning.expert_sparsity):
         return None

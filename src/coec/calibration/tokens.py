@@ -109,13 +109,13 @@ def source_of(text: Any, column: str) -> str | Path | Tensor | Documents:
     return Documents(text, column)
 
 
-def is_token_file(source: str | Documents) -> bool:
+def is_token_file(source: str | Path | Documents) -> bool:
     """True if the source holds token ids, so that no tokenizer is needed."""
-    return isinstance(source, str) and source.endswith(TOKEN_SUFFIXES)
+    return str(source).endswith(TOKEN_SUFFIXES)
 
 
 def read_stream(
-    source: str | Documents,
+    source: str | Path | Tensor | Documents,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
     *,
     split: Split,
@@ -123,7 +123,7 @@ def read_stream(
     extent: Extent = Extent(),
     progress: Progress | None = None,
 ) -> Stream:
-    """Read the tokens of a token file, or of any text that `read_parts` accepts.
+    """Read the tokens of a tensor or a token file, or of any text that `read_parts` accepts.
 
     A text is tokenised at once, with special tokens, or if it is long in pieces of about a million
     characters until there are tokens enough, so that memory does not grow with the text.
@@ -132,7 +132,10 @@ def read_stream(
         tokenizer: called only when there is text.
         progress: called with ("tokenising", done, total) for texts that take time.
     """
+    if isinstance(source, Tensor):
+        return Stream(source, "tensor", "")
     name = str(source)
+    source = source if isinstance(source, Documents) else name
     if len(mixture(source)) > 1:
         raise CalibrationError(
             f"'{name}' is a mixture of texts, which only calibration and training take: give one"

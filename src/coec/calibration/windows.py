@@ -254,16 +254,20 @@ def _cut(stream: Stream, seq_len: int, bos: bool) -> Int[Tensor, "n length"]:
             )
         return ids
     # The tokenizer's start comes before every window, which has so much less text.
-    width = seq_len - len(start)
-    if width < 1:
-        raise CalibrationError(
-            f"windows of {seq_len} tokens hold nothing but the {len(start)} that the tokenizer "
-            "starts a text with; take longer ones (seq_len=N)"
-        )
-    ids = ids[len(start) :]
+    check_start(seq_len, len(start))
+    width, ids = seq_len - len(start), ids[len(start) :]
     count = len(ids) // width
     rows = ids[: count * width].reshape(count, width)
     return torch.cat([start.expand(count, -1), rows], dim=1) if bos else rows
+
+
+def check_start(seq_len: int, start: int) -> None:
+    """Raise CalibrationError where windows have no room for text behind the tokenizer's start."""
+    if seq_len <= start:
+        raise CalibrationError(
+            f"windows of {seq_len} tokens hold nothing but the {start} that the tokenizer starts a "
+            "text with; take longer ones (seq_len=N)"
+        )
 
 
 def resolve_seq_len(seq_len: int | None, positions: int, default: int) -> int:
@@ -274,8 +278,6 @@ def resolve_seq_len(seq_len: int | None, positions: int, default: int) -> int:
         )
     if seq_len is None:
         return min(default, positions)
-    if seq_len < 2:
-        raise OptionError(f"seq_len must be at least 2, got {seq_len}")
     if seq_len > positions:
         raise OptionError(
             f"seq_len={seq_len} is beyond the model's {positions} positions; "
@@ -339,11 +341,8 @@ def text_stream(
 ) -> Stream:
     """Read the tokens of the calibration text, or of a long one as many as the extent says."""
     source = calibration.source
-    if isinstance(source, Tensor):
-        return Stream(source, "tensor", "").within(dense.vocabulary)
     tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=runtime.trust_remote_code)
-    source = source if isinstance(source, Documents) else str(source)
-    if not is_token_file(source):
+    if not (isinstance(source, Tensor) or is_token_file(source)):
         tokenizer()  # a folder without one is refused before the text is read
     stream = read_stream(
         source, tokenizer, split="train", text_column=calibration.text_column, extent=extent,

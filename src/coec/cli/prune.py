@@ -198,21 +198,22 @@ def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[
 
     Where statistics are given, no text is run.
     """
-    from coec import planning
     from coec.devices import FreeMemory, choose_device, product_rate
+    from coec.planning import ComputeConfig, Forecast
+    from coec.planning.run import check_room, close_fits, within
 
     # Free memory → batch sizes that fit → phases, and one rough total of time → a refusal
     device = choose_device(plan.recipe.runtime.device)
     room = FreeMemory.of(device)
-    compute = planning.ComputeConfig.of(plan, device, measured=flags["statistics"] is not None)
-    compute = planning.within(plan, compute, room)
-    close = planning.close_fits(plan, compute, room)
-    forecast = planning.Forecast.of(plan, compute)
+    compute = ComputeConfig.of(plan, device, measured=flags["statistics"] is not None)
+    compute = within(plan, compute, room)
+    close = close_fits(plan, compute, room)
+    forecast = Forecast.of(plan, compute)
     seconds = forecast.operations / product_rate(device, compute.forward)
     record = {"model": model, **plan.record(), **forecast.record(), "seconds": seconds}
     record |= {"device": str(device), "close": list(close)}
     common.show(record, _planned(plan, forecast, record, out), flags["json"])
-    planning.check_room(plan, compute, room)
+    check_room(plan, compute, room)
 
 
 def _planned(

@@ -13,15 +13,12 @@ from coec.cli import common
 from coec.cli.common import CommandFlag, argument, given, switch, with_flags
 from coec.cli.progress import showing_progress
 from coec.cli.signals import interruptible
+from coec.experiments import READY_GRIDS
 
 if TYPE_CHECKING:
     from coec.experiments.grid import Cell
     from coec.experiments.sweep import Summary
     from coec.planning.recipe import Recipe
-
-_GRIDS = Path(__file__).parents[1] / "experiments" / "grids"
-READY = tuple(sorted(path.stem for path in _GRIDS.glob("*.toml")))
-
 
 _RECIPE = (
     CommandFlag("calibration", str, "As in `coec prune`."),
@@ -72,7 +69,9 @@ _DRY_RUN = switch("dry_run", "List the cells and stop.")
     _GEOMETRY, *_KEEPING, _DRY_RUN, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
 )  # fmt: skip
 def sweep_command(
-    grid: Annotated[str, argument(f"A TOML file, or a ready grid: {', '.join(READY)}.", "GRID")],
+    grid: Annotated[
+        str, argument(f"A TOML file, or a ready grid: {', '.join(READY_GRIDS)}.", "GRID")
+    ],
     out: Annotated[
         Path | None, argument("Folder of the results; --dry-run needs none.", "OUT")
     ] = None,

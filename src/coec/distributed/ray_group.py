@@ -1,8 +1,8 @@
 """The hidden states of the dense and the pruned model, held by the workers of a Ray cluster."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from coec.distributed.workers import WorkerPool, to_cpu
 from coec.models.dense import Dense
 from coec.planning.run import Run
 from coec.streaming.two_streams import Shard, TwoStreams, shards
-from coec.streaming.worker_group import Arguments, Finished, Value, WorkerGroup, tensors_of
+from coec.streaming.worker_group import Finished, Value, WorkerGroup, tensors_of
 
 
 class RayGroup(WorkerGroup):
@@ -58,33 +58,13 @@ class RayGroup(WorkerGroup):
             self._begin(fewer)
             raise LostError("workers were begun anew")
 
-    def each(
-        self,
-        method: Callable[Concatenate[TwoStreams, Arguments], Iterable[Value]],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Iterable[Value]:
-        return self._values(self._called(method, args, kwargs))
-
-    def do(
-        self,
-        method: Callable[Concatenate[TwoStreams, Arguments], None],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> None:
-        for reference in self._called(method, args, kwargs):
-            self._cluster.get(reference)
-
-    def _called(
+    def answers(
         self, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Any]:
+    ) -> Iterable[Any]:
         # Put once, read by all workers: it does not travel once for each.
         arguments = self._cluster.ray.put((to_cpu(tuple(args)), to_cpu(dict(kwargs))))
-        return [worker.call.remote(method, arguments) for worker in self._pool.workers]
-
-    def _values(self, references: Sequence[Any]) -> Iterator[Any]:
-        for reference in references:
-            yield from self._cluster.get(reference)
+        references = [worker.call.remote(method, arguments) for worker in self._pool.workers]
+        return map(self._cluster.get, references)
 
     def solve(self, work: Callable[[], Value]) -> tuple[Value, str | None]:
         # Not done again by Ray: the workers have to stand before the block first.

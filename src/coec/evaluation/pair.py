@@ -1,22 +1,29 @@
-"""Models opened to be evaluated: one in memory, or a pruned one beside its dense one."""
+"""Models opened to be evaluated: one in memory, or a pruned one beside its dense one.
+
+One in memory may be any that transformers loads: quantised, with an adapter, of any architecture.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.allocation.kept import KEPT
 from coec.devices import DTYPES, choose_forward_dtype
-from coec.errors import ModelError, OptionError
+from coec.errors import ModelError, OptionError, first_line
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, read_tensors
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Layout, Rows, Site
 from coec.pipeline.report import REPORT
 from coec.types import KeptSet
+
+_UNLIMITED = 2**31
+"""Positions of a model whose configuration names no number of them."""
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -28,6 +35,50 @@ def check_dtype(dtype: str | None) -> None:
 def load_network(model: Dense, device: torch.device, dtype: str | None) -> PreTrainedModel:
     """Build the model for forward passes on a device."""
     return model.network(device, choose_forward_dtype(dtype, model.dtype, device))
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A causal model in memory, as `AutoModelForCausalLM` builds it.
+
+    Attributes:
+        folder: where it is from, whose tokenizer it has.
+    """
+
+    folder: Path
+    network: PreTrainedModel
+
+    @classmethod
+    def open(
+        cls, model: str | Path, device: torch.device, dtype: str | None, *, trust_remote_code: bool
+    ) -> "Loaded":
+        """Load a model; one that is quantised stays in its own dtypes.
+
+        Raises:
+            ModelError: it is missing, or transformers does not load it.
+        """
+        folder = find_model(model)
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": "auto"}
+        try:
+            network: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+        except Exception as error:  # models and quantisers may raise anything
+            raise ModelError(
+                f"transformers does not load '{folder}': {first_line(error)}"
+            ) from error
+        # Quantised weights stay in their dtypes, and where their loader has put them.
+        if getattr(network, "hf_quantizer", None) is None:
+            network = network.to(device, choose_forward_dtype(dtype, network.dtype, device))
+        return cls(folder, network.eval())
+
+    @property
+    def positions(self) -> int:
+        """Tokens that it takes at most."""
+        return getattr(self.network.config, "max_position_embeddings", None) or _UNLIMITED
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that it predicts."""
+        return int(self.network.config.vocab_size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coec.calibration.sources import Documents
 from coec.calibration.tokens import (
     Extent,
     Stream,
@@ -27,13 +26,13 @@ from coec.calibration.tokens import (
 from coec.calibration.windows import Windows, all_windows, resolve_seq_len
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
-from coec.evaluation.loaded import Loaded
-from coec.evaluation.pair import load_network
-from coec.evaluation.settings import TextEvaluation, TextSettings
+from coec.evaluation.pair import Loaded, load_network
+from coec.evaluation.settings import TextEvaluation
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.pipeline.report import calibration_digest
+from coec.settings.typed import TextSettings
 from coec.streaming.head import Prediction
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
@@ -229,16 +228,12 @@ class _Cut:
     ) -> "_Cut":
         """Read the text with the model's tokenizer."""
         length, limit = _window_length(rules, model), rules.max_windows
-        source = source_of(text, rules.text_column)
-        if isinstance(source, Tensor):
-            stream = Stream(source, "tensor", "")
-        else:
-            stream = read_stream(
-                source if isinstance(source, Documents) else str(source),
-                partial(load_tokenizer, model.folder, trust_remote_code=trust_remote_code),
-                split=rules.split, text_column=rules.text_column,
-                extent=Extent(None if limit is None else limit * length), progress=progress,
-            )  # fmt: skip
+        stream = read_stream(
+            source_of(text, rules.text_column),
+            partial(load_tokenizer, model.folder, trust_remote_code=trust_remote_code),
+            split=rules.split, text_column=rules.text_column,
+            extent=Extent(None if limit is None else limit * length), progress=progress,
+        )  # fmt: skip
         return cls(stream.within(model.vocabulary), length, limit)
 
     def __call__(self, *, bos: bool) -> Windows:

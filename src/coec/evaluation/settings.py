@@ -5,7 +5,7 @@ A field is a flag, its help and its check, and an argument of Python.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, TypeAlias
 
 from coec.calibration.sources import Split
 from coec.errors import OptionError
@@ -104,29 +104,3 @@ class Workload(Settings):
                 f"{positions} positions; use {positions - 1} or less"
             )
         return replace(self, prompt_tokens=min(self.prompt_tokens, room))
-
-
-class TextSettings(TypedDict, total=False):
-    """Settings of `TextEvaluation` as keyword arguments."""
-
-    seq_len: int | None
-    device: str
-    dtype: DtypeName | None
-    split: Split
-    text_column: str
-    max_windows: int | None
-    samples: int
-    seed: int
-    bos: StartRule
-    via: Via
-
-
-class TaskSettings(TypedDict, total=False):
-    """Settings of `TaskEvaluation` as keyword arguments."""
-
-    seq_len: int | None
-    device: str
-    dtype: DtypeName | None
-    tasks_data: str | Path | None
-    limit: int | None
-    batch_size: int

@@ -14,10 +14,11 @@ from coec.devices import choose_device
 from coec.errors import OptionError
 from coec.evaluation import harness
 from coec.evaluation.pair import load_network
-from coec.evaluation.settings import TaskEvaluation, TaskSettings
+from coec.evaluation.settings import TaskEvaluation
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, sha256
+from coec.settings.typed import TaskSettings
 
 PAPER_METRICS = {
     "boolq": "acc",

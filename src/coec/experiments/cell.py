@@ -1,5 +1,6 @@
 """Cells: their models and texts, opened once before any of them runs, and the work of one."""
 
+import functools
 import hashlib
 import json
 import math
@@ -7,7 +8,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def _evaluation_windows(subject: Subject, dense: Dense, device: str) -> Windows:
     evaluation, trust = subject.evaluation, subject.evaluation.trust_remote_code
     if evaluation.tasks:
         load_tokenizer(dense.folder, trust_remote_code=trust)
-    load = partial(load_network, dense, choose_device(device), None)
+    load = functools.partial(load_network, dense, choose_device(device), None)
     if evaluation.text == "self":
         samples = evaluation.max_windows or TextEvaluation.samples
         rules = TextEvaluation(seq_len=evaluation.seq_len, samples=samples)
@@ -159,19 +159,15 @@ def _evaluation_windows(subject: Subject, dense: Dense, device: str) -> Windows:
 
 def identities(cells: list[Cell], subjects: dict[Subject, OpenSubject]) -> dict[str, CellIdentity]:
     """Return the identity of every cell, by its id."""
-    digests: dict[str, str] = {}
+    digest_of = functools.cache(source_digest)  # many cells name one text
     by_cell: dict[str, CellIdentity] = {}
     for cell in cells:
         subject, recipe = subjects[cell.subject], cell.recipe
         calibration = None
-        if recipe is not None:
-            source = recipe.calibration.source
-            if subject.statistics is not None:
-                calibration = str(subject.statistics.made_with["calibration"])
-            else:
-                if str(source) not in digests:
-                    digests[str(source)] = source_digest(source)
-                calibration = digests[str(source)]
+        if recipe is not None and subject.statistics is not None:
+            calibration = str(subject.statistics.made_with["calibration"])
+        elif recipe is not None:
+            calibration = digest_of(recipe.calibration.source)
         by_cell[cell.id] = {
             "model": subject.dense.digest,
             "calibration text": calibration,
@@ -215,11 +211,6 @@ class CellJob:
     keep: bool
     device: str
     shared: SharedPass
-
-    @property
-    def dense(self) -> Dense:
-        """The dense model."""
-        return self.subject.dense
 
 
 def run(job: CellJob) -> Row:
@@ -283,7 +274,8 @@ def _measured(job: CellJob) -> RowFields:
     # Dense model → pruned, and trained where the cell says so → evaluated
     began = time.perf_counter()
     evaluation, device = job.cell.subject.evaluation, choose_device(job.device)
-    model, report = job.dense, None
+    dense, report = job.subject.dense, None
+    model = dense
     row: RowFields = {}
     if job.cell.recipe is not None:
         report = _pruned_model(job, job.cell.recipe)
@@ -300,10 +292,10 @@ def _measured(job: CellJob) -> RowFields:
     pruned_at = time.perf_counter()
     row["peak_memory_bytes"] = peak(device)
     reset_peak(device)  # the memory of running the model is measured by itself
-    baseline = job.dense if evaluation.distance and report else None
+    baseline = dense if evaluation.distance and report else None
     result = perplexity(model, job.subject.windows, baseline=baseline, device=job.device)
     row["perplexity"] = result.as_dict()
-    cost = asdict(efficiency(job.dense, model).pruned)
+    cost = asdict(efficiency(dense, model).pruned)
     row["cost"] = cost | {"peak_memory_bytes": peak(device)}
     if evaluation.tasks:
         row["zero_shot"] = zero_shot(
@@ -311,7 +303,7 @@ def _measured(job: CellJob) -> RowFields:
             device=job.device, trust_remote_code=evaluation.trust_remote_code,
         ).as_dict()  # fmt: skip
     if evaluation.geometry and report:
-        angles = {row["module"]: row for row in geometry(job.dense, model, device=job.device)}
+        angles = {row["module"]: row for row in geometry(dense, model, device=job.device)}
         for site in row["sites"]:
             if module := angles.get(site["module"]):
                 site["geometry"] = _angles(module)
@@ -334,9 +326,9 @@ def _pruned_model(job: CellJob, recipe: Recipe) -> Report:
         recipe = replace(recipe, given=recipe.given.difference(recipe.calibration.record()))
     shutil.rmtree(job.folder, ignore_errors=True)  # left by a sweep that was killed
     try:
-        return prune(job.dense, job.folder, recipe, statistics=statistics)
+        return prune(job.subject.dense, job.folder, recipe, statistics=statistics)
     except UnfinishedError:
-        return prune(job.dense, job.folder, recipe, statistics=statistics, restart=True)
+        return prune(job.subject.dense, job.folder, recipe, statistics=statistics, restart=True)
 
 
 def _recovered(job: CellJob, recipe: Recipe, tokens: int) -> Dense:
@@ -347,7 +339,7 @@ def _recovered(job: CellJob, recipe: Recipe, tokens: int) -> Dense:
     trained = job.folder.with_name(f"{job.folder.name}.recovered")
     shutil.rmtree(trained, ignore_errors=True)
     recover(
-        job.dense, job.folder, trained, **settings_like(recipe, tokens), restart=True,
+        job.subject.dense, job.folder, trained, **settings_like(recipe, tokens), restart=True,
         trust_remote_code=recipe.runtime.trust_remote_code,
     )  # fmt: skip
     shutil.rmtree(job.folder)

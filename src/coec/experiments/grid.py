@@ -15,14 +15,14 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from coec.compensation import Method
-from coec.errors import OptionError, ResultsError
+from coec.errors import OptionError, ResultsError, did_you_mean
+from coec.experiments import READY_GRIDS
 from coec.experiments.rows import (
     RECOVER,
     Count,
     Plain,
     Record,
     Text,
-    did_you_mean,
     plain,
     read_as,
 )
@@ -31,8 +31,6 @@ from coec.settings import NAMES, OPTIONS, Pruning
 from coec.settings.presets import with_preset
 from coec.settings.recovery import check_installed, token_count
 
-READY_GRIDS = {path.stem: path for path in sorted((Path(__file__).parent / "grids").glob("*.toml"))}
-"""Grids that come with the package, by name."""
 _MOST_CELLS = 100_000
 """Cells of one grid: more would take years."""
 NEWER = {
@@ -162,8 +160,6 @@ class VariantTable(_Table):
 class ModelTable(_Table):
     """Dense model, its settings and its evaluation: an entry of `[[models]]`."""
 
-    model_config = ConfigDict(extra="allow")
-
     __pydantic_extra__: dict[str, Plain] = Field(init=False)
 
     path: Text
@@ -173,8 +169,6 @@ class ModelTable(_Table):
 
 class GridTable(_Table):
     """Content of a grid file: settings for all cells, axes, variants and models."""
-
-    model_config = ConfigDict(extra="allow")
 
     grids: list[Text] = Field(default=[])
     models: list[ModelTable] = Field(default=[])

@@ -1,8 +1,6 @@
 """Rows of results.jsonl as values, checked when they are read."""
 
 import re
-from collections.abc import Iterable
-from difflib import get_close_matches
 from reprlib import repr as shortened
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from coec.errors import ResultsError
+from coec.errors import ResultsError, did_you_mean
 from coec.settings import OPTIONS, RECIPE
 
 NO_REASON = "no reason recorded"
@@ -89,12 +87,6 @@ def read_as(cls: type[_Value], value: Any) -> _Value:
     if first["type"] == "missing":
         reason, content = "is missing", list(content)
     raise ResultsError(f"{path or model.__name__} {reason}, got {shortened(content)}")
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return a hint at the nearest of the names, if one is near."""
-    close = get_close_matches(name, list(names), 1)
-    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 class RowSettings(BaseModel):

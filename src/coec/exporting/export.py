@@ -6,7 +6,7 @@ and written one at a time.
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import SupportsIndex, TypedDict, Unpack
+from typing import SupportsIndex
 
 from coec.errors import OptionError, OutputError
 from coec.events import Progress, recording
@@ -19,14 +19,6 @@ from coec.settings.fields import check_whole
 _MAGIC = b"GGUF"
 """First bytes of the files."""
 _SUFFIX = ".gguf"
-
-
-class ExportSettings(TypedDict, total=False):
-    """Settings of an export, as keyword arguments."""
-
-    dtype: str | None
-    context: SupportsIndex | None
-    no_tokenizer: bool
 
 
 @dataclass(frozen=True)
@@ -66,20 +58,22 @@ def export(
     model: str | Path | Dense,
     out: str | Path,
     *,
+    dtype: str | None = None,
+    context: SupportsIndex | None = None,
+    no_tokenizer: bool = False,
     force: bool = False,
     progress: Progress | None = None,
-    **settings: Unpack[ExportSettings],
 ) -> Export:
     """Write a model, pruned or not, as a GGUF file; one tensor at a time is in memory.
 
     Args:
         model: a model folder or hub name, or a model opened before.
         out: the file to make, `….gguf`.
+        dtype: of matrices: `f32`, `f16`, `bf16` or `q8_0`; None for that of the stored weights (f32
+            for float64). Vectors are f32.
+        context: tokens that the file says the model takes; None for what its configuration says.
+        no_tokenizer: leaves the tokenizer out: the file then takes and gives token ids alone.
         force: replaces a GGUF file that is there.
-        settings: `dtype` of matrices: `f32`, `f16`, `bf16` or `q8_0`; None for that of the stored
-            weights (f32 for float64); vectors are f32. `context`: tokens that the file says the
-            model takes; None for what its configuration says. `no_tokenizer` leaves the tokenizer
-            out: the file then takes and gives token ids alone.
 
     Raises:
         CoecError: with one line that says what to change; nothing is written then.
@@ -87,7 +81,9 @@ def export(
     Example:
         >>> coec.export("out/llama-30", "out/llama-30-q8_0.gguf", dtype="q8_0").file_bytes
     """
-    dtype, length, with_tokenizer = _checked(**settings)
+    if dtype is not None and dtype not in GGUF_DTYPES:
+        raise OptionError(f"dtype must be one of {', '.join(GGUF_DTYPES)}, got {dtype!r}")
+    length = None if context is None else check_whole("context", context)
     path = path_of(out)
     if path.suffix != _SUFFIX:
         raise OutputError(f"the output must be a file whose name ends in {_SUFFIX}, got '{out}'")
@@ -104,7 +100,7 @@ def export(
 
     with recording() as events:
         # Plan, with every refusal → space → file, which appears whole or not at all
-        plan = ExportPlan.of(Dense.open(model), dtype, length, with_tokenizer=with_tokenizer)
+        plan = ExportPlan.of(Dense.open(model), dtype, length, with_tokenizer=not no_tokenizer)
         check_space(path, plan.size)
         with appearing(path, _MAGIC, force) as partial:
             write(plan, partial, progress)
@@ -121,12 +117,3 @@ def export(
         fallback_bytes=plan.fallback_bytes,
         notes=(*plan.model.notes, *(vocabulary.notes if vocabulary else ()), *events),
     )
-
-
-def _checked(
-    dtype: str | None = None, context: SupportsIndex | None = None, no_tokenizer: bool = False
-) -> tuple[str | None, int | None, bool]:
-    """Check the settings of an export; returns the dtype, the context, and if ids get text."""
-    if dtype is not None and dtype not in GGUF_DTYPES:
-        raise OptionError(f"dtype must be one of {', '.join(GGUF_DTYPES)}, got {dtype!r}")
-    return dtype, None if context is None else check_whole("context", context), not no_tokenizer

@@ -54,7 +54,7 @@ def conjugate(
     point = problem.at(R)
     t, history = point.scale(), [point.value]
     if not float(_curvature(problem, t, R.dtype).sum()) > 0:
-        return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
+        return R, Convergence(0, "nothing to rotate: no energy in the kept inputs")
     g_old, d, gz_old, step = None, None, 0.0, 1.0
     for _ in range(iterations):
         # Euclidean gradient → Riemannian gradient g = ∇ − sym(∇ Rᵀ) R
@@ -82,20 +82,20 @@ def conjugate(
             d, slope = project(R, z.to(R.dtype).neg()), -gz
         del z
         if not slope < -1e-16 * abs(point.value):
-            return R, _ended(True, history, "gradient vanished")
+            return R, _ended(history, "gradient vanished")
         # R → retraction of R + step · d, by a line search on the true objective
         moved = _line_search(point, d, slope, step)
         if moved is None:
-            return R, _ended(True, history, "no descent at rounding level")
+            return R, _ended(history, "no descent at rounding level")
         before = point.value
         point, step = moved
         del moved
         R, t = point.R, point.scale()
         history.append(point.value)
         if before - point.value < tolerance * max(abs(point.value), SMALL):
-            return R, _ended(True, history, f"relative decrease below {tolerance:g}")
+            return R, _ended(history, f"relative decrease below {tolerance:g}")
         g_old, gz_old = g, gz
-    return R, _ended(False, history, f"iteration limit {iterations}")
+    return R, _ended(history, f"iteration limit {iterations}")
 
 
 def _curvature(problem: Problem, t: float, dtype: torch.dtype) -> Float[Tensor, "b k"]:
@@ -217,5 +217,5 @@ def _line_search(
     return lowest
 
 
-def _ended(converged: bool, history: list[float], reason: str) -> Convergence:
-    return Convergence(converged, len(history) - 1, reason, tuple(history))
+def _ended(history: list[float], reason: str) -> Convergence:
+    return Convergence(len(history) - 1, reason, tuple(history))

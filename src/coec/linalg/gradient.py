@@ -41,9 +41,9 @@ def gradient(
     # The Hessian 2t² diag(s²) ⊗ Gxx / yy has t² times this as its largest eigenvalue.
     curvature = 2 * float(problem.s.max()) ** 2 * float(problem.mu.max()) / problem.yy
     if not curvature > 0:
-        return R, Convergence(True, 0, "nothing to rotate: no energy in the kept inputs")
+        return R, Convergence(0, "nothing to rotate: no energy in the kept inputs")
     start, history = R, [problem.objective(R)]
-    reason, converged = f"iteration limit {iterations}", False
+    reason = f"iteration limit {iterations}"
     for _ in range(iterations):
         t = problem.scale(R)
         # t → Riemannian gradient → step of norm at most 1 → retraction
@@ -64,10 +64,10 @@ def gradient(
         R = R_next
         history.append(problem.objective(R))
         if change < delta:
-            reason, converged = f"rotation changed by less than delta = {delta:g}", True
+            reason = f"rotation changed by less than delta = {delta:g}"
             break
     slack = 16 * torch.finfo(R.dtype).eps * abs(history[0])  # a rise by rounding is none
     if not history[-1] <= history[0] + slack:
         record("right rotation rejected: the gradient solver raised its objective")
-        R, reason, converged = start, "objective rose", False
-    return R, Convergence(converged, len(history) - 1, reason, tuple(history))
+        R, reason = start, "objective rose"
+    return R, Convergence(len(history) - 1, reason, tuple(history))

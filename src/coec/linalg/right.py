@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.events import record
 from coec.linalg.alignment import Alignment
+from coec.linalg.gcv import global_scale
 from coec.linalg.polar import polar
 
 
@@ -177,9 +177,7 @@ class Point:
 
     def scale(self) -> float:
         """The optimal scale; an event where there is none."""
-        if not (self.linear > 0 and self.quadratic > 0):
-            record("the global scale is not positive: not applied")
-        return self.t
+        return global_scale(self.linear, self.quadratic)
 
     def touching(self) -> RightProblem:
         """The right problem with the left factor held as it is here.

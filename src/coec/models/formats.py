@@ -114,31 +114,7 @@ class Loader:
         return YES if self.types is None or traits.model_type in self.types else UNKNOWN
 
 
-_DATA = packaged("loaders.toml")
-CONDITIONS: dict[str, str] = _DATA["conditions"]
-"""The conditions in words, by name."""
-LOADERS = {table["name"]: Loader.of(table) for table in _DATA["loaders"]}
-
-
-def table() -> str:
-    """Write the findings in Markdown: a row for every loader, with its versions and exceptions."""
-
-    def listed(types: tuple[str, ...] | None) -> str:
-        return "every type" if types is None else ", ".join(types)
-
-    lines = [
-        "| loader | checked | types that were tried | loads them, except |",
-        "|---|---|---|---|",
-    ]
-    for loader in LOADERS.values():
-        exceptions = "; ".join(
-            f"{listed(case.types)}{f' where {CONDITIONS[case.when]}' if case.when else ''}: "
-            f"{case.verdict}"
-            for case in loader.exceptions
-        )
-        types = listed(loader.types)
-        lines.append(f"| {loader.name} | {loader.checked} | {types} | {exceptions} |")
-    return "\n".join(lines)
+LOADERS = {table["name"]: Loader.of(table) for table in packaged("loaders.toml")["loaders"]}
 
 
 @dataclass(frozen=True)
@@ -342,7 +318,3 @@ def quantised_cost(site: Site, units: int, outputs: int, blocks: int) -> str | N
         f"{module} reads {columns:,} columns, no multiple of {_K_BLOCK}: llama.cpp's Q4_K_M stores "
         f"it as {stored_as}, {extra / 1e6:,.1f} MB more{slow}{advice}"
     )
-
-
-if __name__ == "__main__":
-    print(table())

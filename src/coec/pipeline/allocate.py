@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from coec.allocation import Importances, parameters
+from coec.allocation.by_importance import Importances
+from coec.allocation.widths import parameters
 from coec.devices import at_hand
 from coec.errors import OptionError
 from coec.events import Progress

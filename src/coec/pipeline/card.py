@@ -138,18 +138,15 @@ def _held_out(report: Report) -> str:
         return ""
     windows = f"{facts['windows'].replace(' ', '-')} windows of the calibration"
     pruned, dense, seq_len = facts["perplexity"], facts["dense"], report.calibration["seq_len"]
+    divergence = "–" if facts.get("kl") is None else f"{facts['kl']:.4f}"
     return f"""
 ## Measured
 
 | text | perplexity | dense | ratio | KL |
 |---|---|---|---|---|
 | {windows}, of {seq_len:,} tokens | {pruned:.4g} | {dense:.4g} | ×{pruned / dense:.3f} | \
-{_figure(facts.get("kl"))} |
+{divergence} |
 """
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
 
 
 def _recovered(report: Report) -> str:

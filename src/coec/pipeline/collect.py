@@ -94,8 +94,10 @@ def _collect(
     settings = recipe.record()
     settings = {name: settings[name] for name in recipe.calibration.record()}
     assert source.windows is not None
-    made_of = dense.digests_of(dense.layout.blocks)
-    finish(pieces, source.windows.ids, record, source.made_with, settings, made_of)
+    finish(
+        pieces, source.windows.ids, calibration=record, made_with=source.made_with,
+        settings=settings, made_of=dense.digests_of(dense.layout.blocks),
+    )  # fmt: skip
 
 
 def _free(out: str | Path) -> Path:

@@ -5,7 +5,8 @@ are in the journal, so that a run that was killed goes on with the first missing
 """
 
 import time
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -160,7 +161,8 @@ def _pruned(
             if host:
                 seconds.lap("calibrating and solving")
             else:
-                seconds.share("calibrating", "solving", _seconds(solved.rows))
+                solving = sum(row["seconds"] for row in solved.rows)
+                seconds.share("calibrating", "solving", solving)
             checkpoint.keep(solved.by(host))
             del solved  # before the next one is made
     dense.check_unchanged()
@@ -181,7 +183,7 @@ def _pruned(
         | {"notes": [*dense.notes, *checkpoint.plan.notes, *text_notes(calibration), *unread]},
         calibration=calibration | source.account(),
         sites=checkpoint.rows,
-        seconds=seconds.laps,
+        seconds=dict(seconds.laps),
         environment=environment(str(run.device)),
         reconstruction=facts,
         origin=base,
@@ -215,26 +217,21 @@ def begins_anew(recipe: Recipe, out: Path, restart: bool) -> bool:
     return True
 
 
-def _seconds(rows: list[JsonDict]) -> float:
-    return float(sum(row["seconds"] for row in rows))
-
-
-@dataclass
 class _Stopwatch:
     """Wall-clock seconds by phase."""
 
-    def __post_init__(self) -> None:
-        self.laps: dict[str, float] = {}
+    def __init__(self) -> None:
+        self.laps: defaultdict[str, float] = defaultdict(float)
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to `phase`."""
         clock = time.perf_counter()
-        self.laps[phase] = self.laps.get(phase, 0.0) + clock - self._last
+        self.laps[phase] += clock - self._last
         self._last = clock
 
     def share(self, phase: str, within: str, seconds: float) -> None:
         """Add the time since the last lap to `phase`, but for so many seconds to `within`."""
         self.lap(phase)
         self.laps[phase] -= seconds
-        self.laps[within] = self.laps.get(within, 0.0) + seconds
+        self.laps[within] += seconds

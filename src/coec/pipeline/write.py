@@ -24,7 +24,8 @@ from coec.models.files import INDEX, JsonDict, opened, read_tensors, write_json,
 from coec.models.folder import CONFIG, carry_files
 from coec.models.layout import BlockLayout
 from coec.pipeline.solve import SolvedBlock
-from coec.planning import Plan, disk
+from coec.planning import Plan
+from coec.planning.memory import disk
 from coec.planning.run import Run
 
 MAX_SHARD = "2GB"

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from coec.allocation import OF_EXPERTS, Widths, parameters
+from coec.allocation.widths import OF_EXPERTS, Widths, parameters
 from coec.compensation.shrinkage import PLENTY, enough, few
 from coec.models.description import Description
 from coec.models.formats import quantised_bytes, quantised_cost

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from coec.allocation import Importances, Widths, by_importance, shares_for, uniform, whole_attention
+from coec.allocation.by_importance import Importances, by_importance
+from coec.allocation.uniform import shares_for, uniform, whole_attention
+from coec.allocation.widths import Widths
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.errors import OptionError
 from coec.models.description import Description

@@ -1,6 +1,5 @@
 """The recipe: every setting that determines a pruned model, besides the dense one."""
 
-import difflib
 import json
 import stat
 import tomllib
@@ -12,14 +11,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from coec import selection as selections
-from coec.allocation import ALLOCATIONS, Rule
 from coec.allocation.kept import KeptUnits, named
+from coec.allocation.rules import ALLOCATIONS, Rule
 from coec.calibration.tokens import source_of
 from coec.compensation import Method, compensate
 from coec.compensation.methods import called
-from coec.errors import OptionError
+from coec.errors import OptionError, did_you_mean
 from coec.models.files import JsonDict
+from coec.selection import SELECTIONS, column_scores
 from coec.settings import (
     NAMES,
     OPTIONS,
@@ -177,7 +176,7 @@ class Recipe:
     def score(self) -> Callable[..., Tensor]:
         """The selection as a function."""
         selection = self.pruning.selection
-        return selections.resolve(selection) if isinstance(selection, str) else selection
+        return SELECTIONS[selection] if isinstance(selection, str) else selection
 
     def opened(self) -> "Recipe":
         """Return the recipe with its kept units read: a file that changes later changes nothing."""
@@ -224,7 +223,8 @@ def read_settings(path: Path) -> JsonDict:
         if isinstance(content[key], list):
             raise OptionError(f"'{path}' gives '{key}' a list, which no setting of a file is")
         if name not in NAMES:
-            hint = ": give it to the command" if name in _ARGUMENTS else _meant(name)
+            near = did_you_mean(name, NAMES.union(APART))
+            hint = ": give it to the command" if name in _ARGUMENTS else near
             raise OptionError(f"'{path}' holds '{key}', which is no setting{hint}")
     return {name: content[key] for name, key in keys.items()}
 
@@ -238,12 +238,6 @@ def by_name(keys: Iterable[str], name_of_file: str) -> dict[str, str]:
             raise OptionError(f"{name_of_file} sets {name} twice, as '{names[name]}' and '{key}'")
         names[name] = key
     return names
-
-
-def _meant(name: str) -> str:
-    """Return the setting that a name nearly is, as a hint."""
-    close = difflib.get_close_matches(name, NAMES | set(APART), 1)
-    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def read_toml(path: Path, name: str, missing: str) -> JsonDict:
@@ -274,12 +268,12 @@ def _with_options(settings: dict[str, Any]) -> dict[str, Any]:
 
     Raises OptionError for an unknown setting, unless it may be an option of a user's function.
     """
-    known_names = NAMES | set(APART)
+    known_names = NAMES.union(APART)
     options = {option.name for option in OPTIONS}
     settings_of_parts = {k: v for k, v in settings.items() if k in known_names and k not in options}
     for name in settings:
         if name not in known_names and not callable(settings_of_parts.get("compensation")):
-            raise OptionError(f"unknown setting '{name}'{_meant(name)}")
+            raise OptionError(f"unknown setting '{name}'{did_you_mean(name, known_names)}")
     chosen = {name: value for name, value in settings.items() if name not in settings_of_parts}
     return settings_of_parts | {"options": {**settings_of_parts.get("options", {}), **chosen}}
 
@@ -308,7 +302,7 @@ def _rehearse(recipe: Recipe) -> None:
 
 def _rehearse_selection(name: str, score: Callable[..., Any], W: Tensor, gram: Gram) -> None:
     try:
-        scores = selections.column_scores(score, W, gram, units=4, keep=3, seed=0)
+        scores = column_scores(score, W, gram, units=4, keep=3, seed=0)
     except TypeError as error:
         raise OptionError(
             f"{name} fails on a small problem; it is called with (weight, gram), and with units, "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from coec.allocation import Importances
+from coec.allocation.by_importance import Importances
 from coec.devices import DTYPES, FreeMemory
 from coec.errors import OptionError
 from coec.models.dense import Dense

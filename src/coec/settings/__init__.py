@@ -1,7 +1,7 @@
 """Every setting of a pruning, declared once as a field of a dataclass, without importing torch.
 
 From the fields come the flags of `coec prune` and their help, the keys of recipes and grids, the
-options that rows of results may have, and docs/SETTINGS.md (`python -m coec.settings`).
+options that rows of results may have, and docs/SETTINGS.md (`tools/tables.py`).
 """
 
 from collections.abc import Iterable

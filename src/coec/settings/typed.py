@@ -1,6 +1,6 @@
 """Settings as keyword arguments, for editors and type checkers.
 
-Written by `python -m coec.settings typed`.
+Written by `python tools/tables.py typed`.
 """
 
 from typing import Any, Literal, TypedDict
@@ -83,3 +83,29 @@ class RecoverySettings(TypedDict, total=False):
     seed: int
     text_column: str
     device: str
+
+
+class TextSettings(TypedDict, total=False):
+    """Settings of `TextEvaluation`."""
+
+    seq_len: int | None
+    device: str
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None
+    split: Literal["train", "validation", "test"]
+    text_column: str
+    max_windows: int | None
+    samples: int
+    seed: int
+    bos: Literal["auto", "on", "off"]
+    via: Literal["coec", "transformers"]
+
+
+class TaskSettings(TypedDict, total=False):
+    """Settings of `TaskEvaluation`."""
+
+    seq_len: int | None
+    device: str
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None
+    tasks_data: Any
+    limit: int | None
+    batch_size: int

@@ -24,10 +24,13 @@ class Prediction:
     """Scores of a model per predicted token, and its distance from another.
 
     Sums run in float64, batch after batch.
+
+    Attributes:
+        tokens: number of predicted tokens.
     """
 
     def __init__(self) -> None:
-        self._tokens = self._agreed = 0
+        self.tokens = self._agreed = 0
         self._entropy = self._baseline = self._divergence = 0.0
 
     def update(
@@ -37,7 +40,7 @@ class Prediction:
         baseline: Float[Tensor, "*tokens v"] | None = None,
     ) -> None:
         """Add a batch; `baseline` is the other model's, given in every batch or in none."""
-        self._tokens += next_tokens.numel()
+        self.tokens += next_tokens.numel()
         self._entropy -= _picked(log_p, next_tokens)
         if baseline is not None:
             self._baseline -= _picked(baseline, next_tokens)
@@ -51,14 +54,9 @@ class Prediction:
             setattr(self, name, getattr(self, name) + value)
 
     @property
-    def tokens(self) -> int:
-        """Number of predicted tokens."""
-        return self._tokens
-
-    @property
     def cross_entropy(self) -> float:
         """Cross-entropy of the model, in nats per token."""
-        return self._entropy / self._tokens
+        return self._entropy / self.tokens
 
     @property
     def perplexity(self) -> float | None:
@@ -69,12 +67,12 @@ class Prediction:
     @property
     def baseline_cross_entropy(self) -> float:
         """Cross-entropy of the model that it is compared with, in nats per token."""
-        return self._baseline / self._tokens
+        return self._baseline / self.tokens
 
     @property
     def kl(self) -> float:
         """The mean of KL(baseline ‖ model), in nats per token."""
-        return self._divergence / self._tokens
+        return self._divergence / self.tokens
 
     def record(self) -> dict[str, float | None]:
         """Return perplexity and KL, JSON-ready: None for what is not finite."""
@@ -83,7 +81,7 @@ class Prediction:
     @property
     def agreement(self) -> float:
         """The share of tokens for which both models find the same one the most probable."""
-        return self._agreed / self._tokens
+        return self._agreed / self.tokens
 
 
 class _Given(nn.Module):

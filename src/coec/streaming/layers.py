@@ -6,7 +6,6 @@ without weights: nothing of rotary embeddings, masks or positions is rebuilt.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,14 +23,8 @@ HOST = torch.device("cpu")
 TOKENS_PER_BATCH = 8192
 State = Float[Tensor, "_ length hidden"]
 """Hidden states of a batch."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """Arguments with which the model calls a layer, besides the hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments with which the model calls a layer, besides the hidden states."""
 
 
 def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
@@ -50,7 +43,7 @@ class _Recorder(nn.Module):
         imitate(layer, self)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._calls.append(_Call(args, kwargs))
+        self._calls.append((args, kwargs))
         return (hidden_states,) if self._in_tuple else hidden_states
 
 
@@ -148,19 +141,12 @@ class Layers:
 
         return run
 
-    @torch.no_grad()
     def note_calls(self, windows: int, length: int) -> None:
         """Note how each layer is called with so many windows, unless that is known."""
-        if windows in self._calls:
-            return
-        compute_buffers(self._model, self._device)
-        embed = self._base.embed_tokens
-        nothing = torch.zeros(1, 1, device=self._device, dtype=self._dtype)
-        embed.weight = nn.Parameter(nothing.expand(embed.weight.shape), requires_grad=False)
-        self._base.norm = nn.Identity()
-        ids = torch.zeros(windows, length, dtype=torch.int64)
-        _, self._calls[windows] = self._record(ids)
-        embed.to("meta")
+        if windows not in self._calls:
+            ids = torch.zeros(windows, length, dtype=torch.int64)
+            nothing = torch.zeros(1, 1, device=self._device, dtype=self._dtype)
+            self.embed([ids], nothing.expand(self._base.embed_tokens.weight.shape))
 
     def drop(self, index: int) -> None:
         """Free the weights of a layer."""
@@ -209,7 +195,7 @@ class Layers:
 
     def call(self, module: Callable[..., Any], index: int, state: State) -> State:
         """Return the output of a module, called as the model calls its layer of this index."""
-        call = self._calls[len(state)][index]
-        out = module(state, *call.args, **call.kwargs)
+        args, kwargs = self._calls[len(state)][index]
+        out = module(state, *args, **kwargs)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first

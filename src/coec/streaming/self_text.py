@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
 from coec.calibration.tokens import chat_start, digest, encode
-from coec.calibration.windows import Windows
+from coec.calibration.windows import Windows, check_start
 from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
@@ -114,11 +114,7 @@ def _start(
             f"the tokenizer starts a text with the tokens {start}, the model's vocabulary has "
             f"{vocabulary}: it was made for another model"
         )
-    if seq_len <= len(start):
-        raise CalibrationError(
-            f"windows of {seq_len} tokens hold nothing but the {len(start)} that the tokenizer "
-            "starts a text with; take longer ones (seq_len=N)"
-        )
+    check_start(seq_len, len(start))
     return start
 
 

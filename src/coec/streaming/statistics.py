@@ -152,19 +152,11 @@ class Statistics:
         return grams
 
 
-def finish(
-    journal: Journal,
-    windows: Int[Tensor, "n length"],
-    calibration: JsonDict,
-    made_with: JsonDict,
-    settings: JsonDict,
-    made_of: dict[str, str],
-) -> None:
-    """Write what makes a folder of blocks complete; arguments as in `Statistics`."""
+def finish(journal: Journal, windows: Int[Tensor, "n length"], **record: JsonDict) -> None:
+    """Write what makes a folder of blocks complete: the fields of `Statistics`, but for `files`."""
     journal.put(WINDOWS, journal.new / WINDOWS, lambda p: write_tensors({"input_ids": windows}, p))
-    values = (calibration, made_with, settings, made_of, journal.recorded())
+    record["files"] = journal.recorded()
     # The seal is taken of what a reader will parse: JSON has lists where this record has tuples.
-    record = dict(zip(_PARTS, values, strict=True))
     write_json(journal.new / RECORD, {**record, _SEAL: seal(json.loads(json.dumps(record)))})
 
 

@@ -3,9 +3,10 @@
 Every worker answers for its own windows, all at once; answers come in the order of the windows.
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -24,7 +25,6 @@ class NothingKeptError(Exception):
 class WorkerGroup(ABC):
     """The workers that hold all windows, asked through the methods of `TwoStreams`."""
 
-    @abstractmethod
     def each(
         self,
         method: Callable[Concatenate[TwoStreams, Arguments], Iterable[Value]],
@@ -36,8 +36,8 @@ class WorkerGroup(ABC):
         Raises:
             LostError: a worker was lost.
         """
+        return itertools.chain.from_iterable(self.answers(method, args, kwargs))
 
-    @abstractmethod
     def do(
         self,
         method: Callable[Concatenate[TwoStreams, Arguments], None],
@@ -45,6 +45,18 @@ class WorkerGroup(ABC):
         **kwargs: Arguments.kwargs,
     ) -> None:
         """Call a method at every worker, and return when all are done.
+
+        Raises:
+            LostError: a worker was lost.
+        """
+        for _ in self.answers(method, args, kwargs):
+            pass
+
+    @abstractmethod
+    def answers(
+        self, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterable[Any]:
+        """Call a method at every worker, and return what it returns there, in their order.
 
         Raises:
             LostError: a worker was lost.
@@ -74,21 +86,10 @@ class LocalGroup(WorkerGroup):
     def __init__(self, streams: TwoStreams) -> None:
         self.streams = streams
 
-    def each(
-        self,
-        method: Callable[Concatenate[TwoStreams, Arguments], Iterable[Value]],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Iterable[Value]:
-        return method(self.streams, *args, **kwargs)
-
-    def do(
-        self,
-        method: Callable[Concatenate[TwoStreams, Arguments], None],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> None:
-        method(self.streams, *args, **kwargs)
+    def answers(
+        self, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterable[Any]:
+        return [method(self.streams, *args, **kwargs)]
 
     def solve(self, work: Callable[[], Value]) -> tuple[Value, str | None]:
         return work(), None
