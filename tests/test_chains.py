@@ -101,6 +101,35 @@ def test_quantisers_take_a_pruned_model(quantiser, bound, pruned, tmp_path):
     assert 0 < found.kl < bound
 
 
+@pytest.mark.chains
+@pytest.mark.parametrize("pruned", ["uniform"], indirect=True)
+def test_moments_of_a_byte_train_as_those_of_four(pruned, tmp_path):
+    """Also where the training was stopped: they are read back from a state."""
+    folder, _ = pruned
+    dense, tokens = folder.parent / "dense", folder.parent / "tokens.npy"
+    settings = {"text": str(tokens), "tokens": 2048, "seq_len": 32}
+
+    def recovered(name, optimizer, progress=None):
+        more = {"optimizer": optimizer, "progress": progress}
+        return coec.recover(dense, folder, tmp_path / name, **settings, **more).recoveries[-1]
+
+    def stop(phase, done, total):
+        if phase == "training on tokens" and done > 0.6 * total:
+            raise KeyboardInterrupt
+
+    judged = [recovered(name, name)["held_out"] for name in ("adamw", "adamw-8bit")]
+    wide, narrow = (found["before"] - found["after"] for found in judged)
+    assert wide > 0
+    assert narrow == pytest.approx(wide, rel=0.05)
+    with pytest.raises(KeyboardInterrupt):
+        recovered("stopped", "adamw-8bit", stop)
+    recovered("stopped", "adamw-8bit")
+    found = [Dense.open(tmp_path / name) for name in ("adamw", "adamw-8bit", "stopped")]
+    whole, short, resumed = ({n: m.tensor(n) for n in m.files} for m in found)
+    assert all(torch.equal(resumed[name], short[name]) for name in short)
+    assert not all(torch.equal(whole[name], short[name]) for name in short)
+
+
 def takes_rows_by_32():
     """Whether bitsandbytes runs the kernel that it has for CPUs with AVX-512 and bfloat16."""
     from bitsandbytes.functional import has_avx512bf16

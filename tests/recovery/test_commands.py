@@ -60,6 +60,14 @@ def test_the_command_says_what_was_gained(run, dense, pruned, tokens, tmp_path):
     assert same_weights(tmp_path / "out", tmp_path / "other")
 
 
+def test_moments_of_a_byte_need_a_package(run, dense, pruned, tokens, tmp_path):
+    more = ("--text", tokens, *FLAGS, "--optimizer", "adamw-8bit")
+    status, _, err = run("recover", dense, pruned, tmp_path / "out", *more)
+    assert status == 1
+    assert "training needs torchao, which is not installed: pip install torchao" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_says_when_nothing_was_gained(run, dense, pruned, tokens, tmp_path):
     more = ("--text", tokens, *FLAGS, "--learning-rate", 1)
     status, out, _ = run("recover", dense, pruned, tmp_path / "out", *more)
@@ -67,13 +75,14 @@ def test_the_command_says_when_nothing_was_gained(run, dense, pruned, tokens, tm
     assert "no state was better on 3 windows" in out
 
 
-def test_a_dry_run_shows_three_ways_and_writes_nothing(run, dense, pruned, tokens, tmp_path):
+def test_a_dry_run_shows_the_ways_and_writes_nothing(run, dense, pruned, tokens, tmp_path):
     status, out, _ = run("recover", dense, pruned, "--dry-run", *FLAGS)
     assert status == 0
-    assert [words in out for words in ("all weights", "lora=16", "teacher=stored")] == [True] * 3
+    ways = ("all weights", "optimizer=adamw-8bit", "lora=16", "teacher=stored")
+    assert [words in out for words in ways] == [True] * 4
     _, out, _ = run("recover", dense, pruned, tmp_path / "out", "--dry-run", *FLAGS, "--json")
     ways = json.loads(out)["ways"]
-    assert [way["fits"] for way in ways] == [True] * 3
+    assert [way["fits"] for way in ways] == [True] * 4
     assert all(way["bytes"] == sum(way["memory"].values()) for way in ways)
     assert not (tmp_path / "out").exists()
 

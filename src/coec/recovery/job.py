@@ -153,6 +153,8 @@ def settings_of(settings: Mapping[str, Any]) -> Recovery:
     recovery = Recovery.of(settings)
     recovery = replace(recovery, text=source_of(recovery.text, recovery.text_column))
     check_installed("accelerate", *(["peft"] if recovery.lora is not None else []))
+    if recovery.optimizer == "adamw-8bit":
+        check_installed("torchao", install="torchao")
     return recovery
 
 

@@ -20,14 +20,16 @@ from coec.errors import OptionError
 from coec.models.description import Description
 from coec.planning.phases import weights_met
 from coec.recovery.text import TOP, windows_needed
-from coec.settings.recovery import Recovery
+from coec.settings.recovery import OptimizerName, Recovery
 from coec.streaming.head import LOGITS_PER_PASS
 
 USUAL_RANK = 16
 """Rank of the low-rank additions that a refusal proposes."""
-_TRAINED, _STATE = 16, 12
-"""Bytes of a trained number in memory (itself, its derivative and two moments, in float32), and in
-a saved state."""
+_TRAINED, _STATE = 8, 4
+"""Bytes of a trained number in memory (itself and its derivative, in float32), and in a saved state
+(itself), besides the optimiser's moments."""
+_MOMENTS: dict[OptimizerName, int] = {"adamw": 8, "adamw-8bit": 2}
+"""Bytes of the two moments of a trained number, by optimiser."""
 KEPT_STATES = 2
 """Saved states that stay on the disk, the best and the last; beside them one is being written, and
 later the result."""
@@ -71,7 +73,8 @@ class Footprint:
         rank, teacher = self.recovery.lora, self.recovery.teacher
         weights = "all weights" if rank is None else f"lora={rank}"
         kept = ", activations computed again" if self.recovery.checkpointing else ""
-        return f"{weights}{', teacher=stored' if teacher == 'stored' else ''}{kept}"
+        moments = "" if self.recovery.optimizer == "adamw" else ", optimizer=adamw-8bit"
+        return f"{weights}{moments}{', teacher=stored' if teacher == 'stored' else ''}{kept}"
 
 
 def pass_dtype(model: Description, recovery: Recovery, device: torch.device) -> torch.dtype:
@@ -111,6 +114,8 @@ def footprints(
     settings = [recovery, replace(recovery, lora=rank)]
     if recovery.minutes is None:
         settings.append(replace(recovery, lora=rank, teacher="stored"))
+        if recovery.lora is None:
+            settings.insert(1, replace(recovery, optimizer="adamw-8bit", teacher="stored"))
     ways = []
     for way in dict.fromkeys(settings):
         keeping = replace(way, checkpointing=bool(way.checkpointing))
@@ -166,7 +171,8 @@ def _estimate(
     at_once = min(batch, windows_per_pass(dense, seq_len))
     tokens, vocabulary = at_once * seq_len, dense.vocabulary
     trained = pruned.parameters if recovery.lora is None else _added(pruned, recovery.lora)
-    weights = _TRAINED * trained
+    moments = _MOMENTS[recovery.optimizer]
+    weights = (_TRAINED + moments) * trained
     if recovery.lora is not None or narrow:
         weights += pruned.parameters * compute
     stored = recovery.teacher == "stored"
@@ -180,7 +186,10 @@ def _estimate(
     }
     count = windows_needed(recovery.tokens or 0, seq_len)
     predictions = 6 * TOP * count * seq_len if stored else 0
-    state, result = _STATE * trained, pruned.parameters * stored_dtype(pruned.config).itemsize
+    state, result = (
+        (_STATE + moments) * trained,
+        pruned.parameters * stored_dtype(pruned.config).itemsize,
+    )
     return Footprint(
         recovery, memory, 0 if on_host else resident_bytes() + 8 * pruned.parameters,
         4 * count * seq_len + predictions + KEPT_STATES * state + max(state, result),

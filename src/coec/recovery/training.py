@@ -30,6 +30,7 @@ from coec.recovery.distillation import Target, TopTokens, distillation_loss
 from coec.recovery.job import Job
 from coec.recovery.plan import KEPT_STATES
 from coec.recovery.text import Examples
+from coec.settings.recovery import OptimizerName
 
 EVALUATIONS = 4
 """How often held-out windows are looked at, and a state saved, during training."""
@@ -43,6 +44,10 @@ CHECKPOINTING = (
 )
 """What the installed Trainer calls the setting."""
 _SAVED = "model.safetensors"
+_OPTIMIZERS: dict[OptimizerName, str] = {
+    "adamw": "adamw_torch_fused", "adamw-8bit": "adamw_torch_8bit",
+}  # fmt: skip
+"""The Trainer's names of optimisers."""
 _WRITER = "inline_container.cc"
 """Where torch says that it cannot write a file; it does not say why."""
 _FULL = 2**20
@@ -236,6 +241,7 @@ def trainer_of(
         per_device_train_batch_size=schedule.at_once,
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=schedule.accumulated,
+        optim=_OPTIMIZERS[job.recovery.optimizer],
         adam_beta1=_BETAS[0], adam_beta2=_BETAS[1], max_grad_norm=1.0, weight_decay=0.0,
         lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
         bf16=job.narrow, use_cpu=job.device.type == "cpu",

@@ -11,6 +11,7 @@ from coec.settings.parts import Source
 
 TeacherPlace = Literal["beside", "stored"]
 PassDtypeName = Literal["float32", "bfloat16"]
+OptimizerName = Literal["adamw", "adamw-8bit"]
 DEFAULT_TOKENS = 10_000_000
 _MOST_WINDOWS, _LEAST_STEPS = 8, 500
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
@@ -31,14 +32,14 @@ def token_count(amount: Any) -> int:
     return check_whole("tokens", amount)
 
 
-def check_installed(*packages: str) -> None:
-    """Raise OptionError unless the packages that train can be imported."""
+def check_installed(*packages: str, install: str = "'coec[recover]'") -> None:
+    """Raise OptionError unless the packages that train can be imported; `install` brings them."""
     for package in packages:
         try:
             importlib.import_module(package)
         except ImportError as error:
             raise OptionError(
-                f"training needs {package}, which is not installed: pip install 'coec[recover]'"
+                f"training needs {package}, which is not installed: pip install {install}"
             ) from error
 
 
@@ -57,6 +58,8 @@ class Recovery(Settings):
         lora: Train low-rank additions of this rank to every linear layer, and add them in the end,
             instead of all weights.
         learning_rate: Peak of the learning rate, which falls to zero.
+        optimizer: `adamw`, or `adamw-8bit`, whose two moments take a byte each in place of four
+            (needs torchao).
         cross_entropy: Share of the text's own cross-entropy in the loss; the rest is the divergence
             from the dense model.
         batch_size: Windows for each step of the optimiser.
@@ -78,6 +81,7 @@ class Recovery(Settings):
     learning_rate: float | None = setting(
         None, otherwise="by the size of the weights (docs/RECOVER.md)", least=0
     )
+    optimizer: OptimizerName = setting("adamw")
     cross_entropy: float = setting(0.0, least=0, most=1)
     batch_size: int | None = setting(
         None,

@@ -74,6 +74,7 @@ class RecoverySettings(TypedDict, total=False):
     minutes: float | None
     lora: int | None
     learning_rate: float | None
+    optimizer: Literal["adamw", "adamw-8bit"]
     cross_entropy: float
     batch_size: int | None
     seq_len: int | None
