@@ -1,5 +1,7 @@
 """Prunings of tiny models that several files of tests ask for."""
 
+import json
+
 import pytest
 
 from coec.pipeline import prune as pruning
@@ -27,3 +29,17 @@ def interrupt(monkeypatch, prune, *arguments, **settings):
         patch.setattr(pruning, "solve_block", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prune(*arguments, **settings)
+
+
+def content(folder):
+    """Every file by its path, without times."""
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    record = json.loads(found.pop("coec.json"))
+    del record["seconds"]
+    for site in record["sites"]:
+        del site["seconds"]
+    return found, record

@@ -22,15 +22,11 @@ from coec.evaluation.perplexity import EVALUATION_SEQ_LEN
 from coec.models.architectures import ARCHITECTURES
 from coec.selection import SELECTIONS
 from coec.settings import OPTIONS
+from refusals import WORK, check_refused, raising
 
 WINDOWS = ("--samples", 24, "--seq-len", 32)
 NONE = ("--preset", "paper", "--compensation", "none")
 COMMANDS = {command.name: command.callback for command in app.registered_commands}
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    return tm.token_file(tmp_path / "tokens.npy")
 
 
 @pytest.fixture
@@ -45,13 +41,6 @@ def perplexity(run, tokens):
     """Measures the tokens, or other text."""
     return lambda model, *flags, text=tokens: run("eval", model, "--text", text, "--seq-len", 32,
                                                   *flags)  # fmt: skip
-
-
-def refuses_work(monkeypatch):
-    def measured(*args, **kwargs):
-        raise AssertionError("work had begun")
-
-    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", measured)
 
 
 def test_python_dash_m_is_the_command():
@@ -298,9 +287,7 @@ def test_flags_that_would_not_be_heard_are_wrong_usage(flags, dense, run):
 
 
 def test_errors_are_one_line_on_stderr_and_status_1(run, tmp_path):
-    status, out, err = run("eval", tmp_path / "nowhere")
-    assert (status, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith("coec: no model at")
+    check_refused(run("eval", tmp_path / "nowhere"), "coec: no model at")
 
 
 def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
@@ -309,20 +296,15 @@ def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
     bug = RuntimeError("a bug")
     advice = "coec: out of memory: lower --samples or --seq-len (of --tasks, --batch-size)"
 
-    def raising(error):
-        raise error
-
-    for exhausted, said in ((lambda: raising(cuda), f"{advice}, or use --device cpu (CUDA out of "
-                             "memory.)\n"), (lambda: torch.empty(10**15), f"{advice}\n"),
-                            (lambda: raising(bug), None)):  # fmt: skip
-        monkeypatch.setattr(
-            "coec.evaluation.perplexity.perplexity", lambda *_, e=exhausted, **__: e()
-        )
-        if said is None:
-            with pytest.raises(RuntimeError, match="a bug"):
-                run("eval", dense)
-        else:
-            assert run("eval", dense) == (1, "", said)
+    for measured, said in (
+        (raising(cuda), f"{advice}, or use --device cpu (CUDA out of memory.)\n"),
+        (lambda *_, **__: torch.empty(10**15), f"{advice}\n"),
+    ):
+        monkeypatch.setattr("coec.evaluation.perplexity.perplexity", measured)
+        assert run("eval", dense) == (1, "", said)
+    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", raising(bug))
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("eval", dense)
 
 
 def test_a_hub_name_is_found_in_the_hubs_cache(run, tokens, monkeypatch, tmp_path):
@@ -340,21 +322,11 @@ def test_a_hub_name_is_found_in_the_hubs_cache(run, tokens, monkeypatch, tmp_pat
 
 
 def test_an_interrupted_run_says_that_nothing_was_written(prune, monkeypatch, tmp_path):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("coec.pipeline.prune.solve_block", interrupted)
+    monkeypatch.setattr("coec.pipeline.prune.solve_block", raising(KeyboardInterrupt))
     status, out, err = prune("--preset", "paper")
     assert (status, out) == (130, "")
     assert err.rstrip().endswith("coec: interrupted; nothing half-written is left")
-    assert [p.name for p in tmp_path.iterdir()] == ["tokens.npy"]
-
-
-def test_a_recipe_file_that_cannot_be_read_is_one_line(dense, run, tmp_path):
-    for path, match in ((tmp_path, "cannot be read"), (tmp_path / "no.toml", "no configuration")):
-        status, out, err = run("prune", dense, tmp_path / "out", "--config", path)
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert match in err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["prune", "collect", "compensate"])
@@ -372,9 +344,7 @@ def test_a_recipe_file_holds_settings_alone(command, dense, run, tmp_path):
     cases["[coec]\nalpha = 1"] = "has a table [coec]; write its keys at the top level"
     for content, said in cases.items():
         (tmp_path / "r.toml").write_text(content)
-        status, out, err = run(command, *places, "--config", tmp_path / "r.toml")
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert said in err
+        check_refused(run(command, *places, "--config", tmp_path / "r.toml"), said)
 
 
 @pytest.fixture
@@ -414,15 +384,13 @@ def test_perplexity_comes_with_tasks_only_where_a_text_is_named(dense, run, perp
 def test_tasks_and_their_data_are_checked_before_the_perplexity_is_measured(
     dense, perplexity, tasks, monkeypatch
 ):
-    refuses_work(monkeypatch)
+    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", raising(WORK))
     (tasks[-1] / "boolq.jsonl").write_text('{"passage": "", "question": "is it", "label": -1}')
     for flags, said in (
         (("--tasks", "boolc"), "did you mean boolq"),
         (tasks, "no right answer in column 'label'"),
     ):
-        status, out, err = perplexity(dense, *flags)
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert said in err
+        check_refused(perplexity(dense, *flags), said)
 
 
 def test_what_was_measured_is_shown_when_the_tasks_fail(dense, run, tasks):
@@ -494,18 +462,15 @@ def test_defaults_in_help_are_those_of_the_functions():
 def test_code_of_a_tokenizer_is_refused_by_its_flag(dense, run, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
     model = shutil.copytree(dense, tmp_path / "model")
-    path = model / "tokenizer_config.json"
     own = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": [None, "odd.Odd"]}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (model / "tokenizer_config.json").write_text(json.dumps(own))
     (model / "odd.py").write_text("raise SystemExit('it ran')")
     text = tm.text_file(tmp_path / "text.txt")
     for line in (
         ["prune", model, tmp_path / "out", "--calibration", text, "--samples", 8],
         ["eval", model, "--text", text],
     ):
-        status, out, err = run(*line, "--seq-len", 32)
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert "pass --trust-remote-code if you trust it" in err
+        check_refused(run(*line, "--seq-len", 32), "pass --trust-remote-code if you trust it")
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(dense, run):

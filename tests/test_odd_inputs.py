@@ -18,11 +18,6 @@ from coec.errors import CalibrationError, CoecError, ModelError, OptionError, Ou
 from coec.planning.recipe import Recipe
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
 @pytest.fixture
 def place(dense, tmp_path):
     """A folder with odd things in it, by name."""

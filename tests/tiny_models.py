@@ -120,9 +120,16 @@ def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
-def load(folder: Path, dtype: torch.dtype | None = None):
+def load(folder: Path, dtype: torch.dtype | None = None, **options):
     """What a user does with a written checkpoint."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", **options).eval()
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Two folders hold the same tensors, to the bit."""
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
+    same = (torch.equal(mine[name], theirs[name]) for name in mine.keys() & theirs.keys())
+    return mine.keys() == theirs.keys() and all(same)
 
 
 def check_use(loaded, folder: Path) -> None:
@@ -134,10 +141,8 @@ def check_use(loaded, folder: Path) -> None:
     )
     assert torch.equal(cached, plain)
     loaded.save_pretrained(folder)
-    again = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, dtype=torch.float64
-    )
-    assert torch.equal(logits(again.eval()), logits(loaded))
+    again = load(folder, torch.float64, trust_remote_code=True)
+    assert torch.equal(logits(again), logits(loaded))
 
 
 def masked(dense, out):

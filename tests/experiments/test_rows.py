@@ -51,11 +51,7 @@ WRONG = [
     ("settings.of_mine", {}, "settings.of_mine must be a number, text, true or false, got {}"),
     ("settings.options", 3, "settings.options must be a valid dictionary, got 3"),
     ("settings.options.alpha", {}, "settings.options.alpha must be a number, text, true or false"),
-    (
-        "perplexity",
-        5.0,
-        "perplexity must be a valid dictionary or instance of PerplexityOfRow",
-    ),
+    ("perplexity", 5.0, "perplexity must be a valid dictionary or instance of PerplexityOfRow"),
     ("perplexity.perplexity", -3.0, "perplexity.perplexity must be greater than 0.999, got -3"),
     ("perplexity.perplexity", 1e308, "perplexity.perplexity must be a finite number"),
     ("perplexity.text_sha256", 1, "perplexity.text_sha256 must be a valid string"),

@@ -56,11 +56,6 @@ def _built():
     pytest.importorskip("llama_cpp", reason=why, exc_type=ImportError)
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
-
-
 def random_ids(vocabulary, length):
     generator = torch.Generator().manual_seed(3)
     return torch.randint(2, vocabulary, (1, length), generator=generator)
@@ -123,8 +118,7 @@ OWN_WIDTHS = {
 
 @pytest.mark.parametrize("compensation", ["none", "bias"])
 @pytest.mark.parametrize(
-    "variant",
-    ["llama", "llama tied", "llama biases", "llama rope", "mistral", "qwen2", "seed_oss"],
+    "variant", ["llama", "llama tied", "llama biases", "llama rope", "mistral", "qwen2", "seed_oss"]
 )
 def test_widths_by_block_compute_the_same(variant, compensation, tokens, tmp_path):
     dense = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")

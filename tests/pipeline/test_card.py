@@ -61,12 +61,7 @@ def command_of(folder):
     [
         {"rounds": 1, "iterations": 3, "alpha": 0.5, "mlp_sparsity": 0.5, "preset": "paper"},
         {"preset": "fast", "ridge": 0.02, "multiple_of": 8},
-        {
-            "preset": "best",
-            "reconstruct": 1,
-            "prediction_passes": 1,
-            "dtype": "bfloat16",
-        },
+        {"preset": "best", "reconstruct": 1, "prediction_passes": 1, "dtype": "bfloat16"},
         {
             "preset": "best",
             "compensation": "none",

@@ -19,16 +19,6 @@ SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
 HOW = {**SETTINGS, "compensation": "ridge-to-slice"}
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tm.token_file(tmp_path_factory.mktemp("text") / "tokens.npy")
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
 def foreign(dense, out, tokens, **settings):
     """What another program may leave: rows and columns cut, and no word of ours beside them."""
     how = {**SETTINGS, "calibration": tokens, "selection": "random", "compensation": "none"}

@@ -4,7 +4,6 @@ How a run survives being killed at any moment is in `tests/crash`.
 """
 
 import itertools
-import json
 import shutil
 
 import pytest
@@ -20,14 +19,9 @@ from coec.models import dense as module
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
 from coec.types import SiteResult
-from prunings import interrupt
+from prunings import content, interrupt
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
 
 
 @pytest.fixture
@@ -41,20 +35,6 @@ def solved(monkeypatch):
 
     monkeypatch.setattr(pruning, "solve_block", counted)
     return blocks
-
-
-def content(folder):
-    """Every file by its path, without times."""
-    found = {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-    record = json.loads(found.pop("coec.json"))
-    del record["seconds"]
-    for site in record["sites"]:
-        del site["seconds"]
-    return found, record
 
 
 PAIRS = [
@@ -236,22 +216,12 @@ def test_a_damaged_block_found_late_costs_only_itself(dense, tmp_path, monkeypat
     assert solved == [1]
     assert report.model_sha256 == whole.model_sha256
     assert content(out)[0].keys() == content(tmp_path / "whole")[0].keys()
-    assert (out / "model.safetensors").read_bytes() == (
-        tmp_path / "whole/model.safetensors"
-    ).read_bytes()
+    assert tm.same_weights(out, tmp_path / "whole")
 
 
 BEGUN = {
     "prune": ({"compensation": "none"}, 2),
-    "best": (
-        {
-            "preset": "best",
-            "reconstruct": 1,
-            "prediction_passes": 1,
-            "samples": 8,
-        },
-        1,
-    ),
+    "best": ({"preset": "best", "reconstruct": 1, "prediction_passes": 1, "samples": 8}, 1),
     "self": ({"compensation": "none", "calibration": "self", "samples": 4}, 1),
     "allocate": ({"compensation": "none", "allocation": "adaptive", "non_uniform": True}, 1),
     "collect": ({}, 1),

@@ -14,15 +14,7 @@ from coec.errors import OptionError
 from coec.execution.output import check_space
 from coec.models.description import Description
 from coec.pipeline.write import space_needed
-from coec.planning import (
-    ComputeConfig,
-    Forecast,
-    Plan,
-    check_room,
-    close_fits,
-    disk,
-    within,
-)
+from coec.planning import ComputeConfig, Forecast, Plan, check_room, close_fits, disk, within
 from coec.planning.memory import _waiting_tokens, needed_beside
 from coec.planning.recipe import Recipe
 from coec.reconstruction import block_training
@@ -244,11 +236,7 @@ def test_a_real_run_is_refused_before_any_work(tmp_path, monkeypatch):
     [
         (24e9, 16, None),  # a card's
         (48e9, 64, None),
-        (
-            12e9,
-            1,
-            "^about 16.* GB .*sampling text.*on a text, not on self, or set device = cpu$",
-        ),
+        (12e9, 1, "^about 16.* GB .*sampling text.*on a text, not on self, or set device = cpu$"),
     ],
 )
 def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said):
