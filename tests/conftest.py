@@ -150,6 +150,12 @@ def tokens(tmp_path_factory):
     return tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
 
 
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A file of 4,000 characters of text, to be read and not changed."""
+    return tm.text_file(tmp_path_factory.mktemp("text") / "text.txt")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_power_cut():
     """Files need not survive one here, which waiting for the disk is for; in `tests/crash` they do.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,6 +66,15 @@ def edit_config(folder: Path, *dropped: str, **changes) -> dict:
     kept = {key: value for key, value in config.items() if key not in dropped}
     path.write_text(json.dumps(kept | changes))
     return config
+
+
+def edit_weights(folder: Path, change) -> Path:
+    """Other tensors in the file of weights of a folder: changed in place, or all that are given."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    made = change(tensors)
+    save_file(made if isinstance(made, dict) else tensors, path, {"format": "pt"})
+    return folder
 
 
 def write_tokenizer(folder: Path) -> None:

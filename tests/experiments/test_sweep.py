@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import coec
 import sweep_rows as sr
@@ -27,7 +26,8 @@ from coec.experiments.grid import expand
 from coec.experiments.reporting.report import write_report
 from coec.experiments.sweep import sweep
 from coec.settings import Calibration
-from refusals import check_refused, raising
+from outcomes import check_refused, raising, succeeded
+from problems import failing
 
 GRID = """
 preset = "paper"
@@ -106,15 +106,8 @@ def moved_to(folder, cells):
     return [replace(cell, subject=replace(cell.subject, path=str(folder))) for cell in cells]
 
 
-def rewrite(model, change):
-    """Change the weights of a model folder."""
-    weights = load_file(model / "model.safetensors")
-    save_file({name: change(name, weight) for name, weight in weights.items()},
-              model / "model.safetensors")  # fmt: skip
-
-
-def scaled(name, weight):
-    return weight * 1.001
+def scaled(weights):
+    return {name: weight * 1.001 for name, weight in weights.items()}
 
 
 def counted(patch, note=lambda recipe: 1):
@@ -226,16 +219,8 @@ def test_worker_processes_give_the_same_rows_in_the_same_order(place, whole, tmp
 
 
 def test_interrupted_and_run_again_the_rows_are_the_same(place, whole, monkeypatch, tmp_path):
-    original, count, after = cell_module.run, [], 4
-
-    def interrupted(job):
-        if len(count) == after:
-            raise KeyboardInterrupt
-        count.append(job)
-        return original(job)
-
-    cells = cells_of(place)
-    monkeypatch.setattr(module, "run", interrupted)
+    cells, after = cells_of(place), 4
+    monkeypatch.setattr(module, "run", failing(cell_module.run, KeyboardInterrupt(), after + 1))
     with pytest.raises(KeyboardInterrupt):
         sweep(cells, tmp_path / "out")
     monkeypatch.undo()
@@ -443,9 +428,8 @@ def test_a_damaged_line_is_not_thrown_away(place, tmp_path):
     assert "nonsense" in (tmp_path / RESULTS).read_text()
 
 
-def test_models_without_tokenizer_and_such_as_are_not_there_are_refused(place, tmp_path):
+def test_models_without_tokenizer_and_such_as_are_not_there_are_refused(place, text, tmp_path):
     bare = tm.save(tm.tiny("llama", torch.float32), tmp_path / "bare", tokenizer=False)
-    text = tm.text_file(tmp_path / "text.txt")
     cells = expand("seeds", models=[str(bare)], evaluate={"text": text})
     refused(cells, tmp_path / "out", ModelError, "has no tokenizer")
     cells = cells_of(place, models=["/no/such/model"])  # which stops the first as well
@@ -460,8 +444,7 @@ def test_kept_models_and_statistics(place, tmp_path):
 
 
 def test_the_command(place, copied, run):
-    status, out, _ = run("sweep", place / "grid.toml", "--dry-run")
-    assert status == 0
+    out, _ = succeeded(run("sweep", place / "grid.toml", "--dry-run"))
     assert "9 cells" in out
     printed = json.loads(run("sweep", place / "grid.toml", copied, "--json")[1])
     assert (printed["done"], printed["failed"], printed["ran"]) == (9, 0, 0)
@@ -518,7 +501,7 @@ def test_rows_of_other_weights_or_texts_are_not_taken_for_these(what, place, mov
     kept = moved / changed[what]
     try:
         if what == "model":
-            rewrite(path, scaled)
+            tm.edit_weights(path, scaled)
         else:
             np.save(path, np.load(path)[::-1].copy())
         with pytest.raises(OutputError, match=f"the {what} of 'tiny' is another one"):
@@ -540,14 +523,14 @@ def test_statistics_of_other_weights_are_collected_again(place, tmp_path, monkey
     sweep(cells, tmp_path / "out", keep_statistics=True)
     assert not passes
     (tmp_path / "out" / RESULTS).unlink()
-    rewrite(model, scaled)
+    tm.edit_weights(model, scaled)
     assert sweep(cells, tmp_path / "out").done == 1
     assert passes == [1]
 
 
 def test_a_damaged_model_is_found_before_any_work(place, tmp_path):
     model = shutil.copytree(place / "tiny", tmp_path / "tiny")
-    rewrite(model, lambda name, w: w * float("nan") if name == "model.norm.weight" else w)
+    tm.edit_weights(model, lambda weights: weights["model.norm.weight"].fill_(float("nan")))
     cells = moved_to(model, cells_of(place))
     refused(cells, tmp_path / "out", ModelError, "model.norm.weight .* holds NaN or Inf")
 
@@ -615,11 +598,10 @@ def test_statistics_serve_where_their_text_is_not(place, tmp_path):
 
 def test_the_command_takes_statistics(place, collected, tmp_path, run):
     (tmp_path / "small.toml").write_text('sparsity = 0.3\ncompensation = ["none", "rcpu"]\n')
-    status, out, _ = run(
+    out, _ = succeeded(run(
         "sweep", tmp_path / "small.toml", tmp_path / "out", "--model", place / "tiny",
         "--text", place / "test.npy", "--eval-seq-len", 16, "--statistics", collected.folder,
-    )  # fmt: skip
-    assert status == 0
+    ))  # fmt: skip
     assert "3 cells done, 0 failed" in out
     rows = records(tmp_path / "out").values()
     assert {row["settings"].get("samples") for row in rows} == {None, 6}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from llama import Llama
 from transformers import AutoTokenizer
-from variants import HELD
+from variants import HELD, UNIT, YARN
 
 import coec
 import tiny_models as tm
@@ -25,9 +25,6 @@ LENGTH, STEPS = 60, 20
 WINDOW = 8
 SETTINGS = {"preset": "paper", "sparsity": 0.3, "samples": 24, "seq_len": 32}
 LLAMA_3 = tm.VARIANTS["llama rope"]["rope_scaling"]
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-UNIT = {"attention_multiplier": 0.5, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
-        "logits_scaling": 1.0}  # fmt: skip
 MODELS = {variant: (variant, {}) for variant in HELD} | {
     "linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "yarn": ("llama", {"rope_scaling": YARN, "head_dim": 16}),

@@ -1,6 +1,7 @@
 """Widths that differ by block: shared out, written, loaded, evaluated, pruned again."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from coec.models.layout import Shape
 from coec.pipeline import allocate as allocating
 from coec.planning import ComputeConfig, Forecast
 from coec.streaming.sensitivity import RepairedConsumer, Sensitivity
-from refusals import raising
+from outcomes import raising
+from prunings import prunes
 
 SETTINGS = {
     "preset": "paper",
@@ -33,14 +35,7 @@ OWN = {
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def prune(tokens, tmp_path):
-    """Prunes a model into a folder in `tmp_path`."""
-
-    def call(model, out="out", **settings):
-        return coec.prune(model, tmp_path / out, calibration=tokens, **SETTINGS | settings)
-
-    return call
+prune = prunes(**SETTINGS)
 
 
 def widths(report):
@@ -58,7 +53,7 @@ def test_the_code_beside_the_weights_computes_what_the_package_does(
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     sites = {site.key for site in Dense.open(model).layout.sites}  # OLMo 2 has no attention there
     own = {key: units for key, units in OWN.items() if key in sites}
-    report = prune(model, kept=own, non_uniform=True)
+    report = prune(model=model, kept=own, non_uniform=True)
     assert widths(report) == ([4, 20], [3, 1] if own == OWN else 4)
     assert report.plan["loads_in"]["transformers"] == "with trust_remote_code=True"
     loaded = tm.load(tmp_path / "out", torch.float64, trust_remote_code=True)
@@ -73,11 +68,11 @@ def test_the_code_beside_the_weights_computes_what_the_package_does(
 def test_experts_have_one_width(variant, prune, tmp_path):
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     with pytest.raises(OptionError, match="non_uniform is not built for models of experts"):
-        prune(model, non_uniform=True)
+        prune(model=model, non_uniform=True)
 
 
-def test_without_trust_nothing_is_loaded_by_mistake(dense, prune, tmp_path):
-    prune(dense, kept=OWN, non_uniform=True)
+def test_without_trust_nothing_is_loaded_by_mistake(prune, tmp_path):
+    prune(kept=OWN, non_uniform=True)
     for auto in (AutoModelForCausalLM, AutoModel):
         with pytest.raises(ValueError, match="trust_remote_code=True"):
             auto.from_pretrained(tmp_path / "out", trust_remote_code=False)
@@ -91,9 +86,9 @@ def test_without_trust_nothing_is_loaded_by_mistake(dense, prune, tmp_path):
 @pytest.mark.parametrize(
     "more", [{}, {"multiple_of": 8}, {"kv_groups": "all"}, {"mlp_sparsity": 0.5}]
 )
-def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, dense, prune):
-    plain = prune(dense, "plain", **more)
-    own = prune(dense, "own", allocation=allocation, non_uniform=True, **more)
+def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, prune):
+    plain = prune("plain", **more)
+    own = prune("own", allocation=allocation, non_uniform=True, **more)
     before, after = (r.plan["parameters"]["after"] for r in (plain, own))
     assert before - 8 * 3 * 32 < after <= before
     mlp, groups = widths(own)
@@ -104,13 +99,11 @@ def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, dense,
 
 
 @pytest.mark.parametrize("allocation", ["adaptive", "error"])
-def test_dead_channels_are_not_what_a_block_is_measured_by(allocation, prune, tmp_path):
+def test_dead_channels_are_not_what_a_block_is_measured_by(allocation, dense, prune, tmp_path):
     """Two more than go with uniform widths are without weight: the block keeps all the others."""
-    model = tm.tiny("llama", torch.float32)
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight[:, :14] = 0
-    tm.save(model, tmp_path / "dense")
-    report = prune(tmp_path / "dense", allocation=allocation, non_uniform=True)
+    name, model = "model.layers.0.mlp.down_proj.weight", shutil.copytree(dense, tmp_path / "dense")
+    tm.edit_weights(model, lambda weights: weights[name][:, :14].zero_())
+    report = prune(model=model, allocation=allocation, non_uniform=True)
     assert widths(report)[0][0] in (range(20, 31) if allocation == "adaptive" else [26])
 
 
@@ -122,7 +115,7 @@ def test_units_of_some_sites_do_not_let_others_lose_what_nobody_asked_for(
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = tm.save(tm.tiny("llama", torch.float32, **changes), tmp_path / "dense")
     own = {"layers.0.attention": [0]}
-    report = prune(model, allocation=allocation, non_uniform=True, kept=own)
+    report = prune(model=model, allocation=allocation, non_uniform=True, kept=own)
     assert widths(report)[1] == [1, 2]
 
 
@@ -134,22 +127,22 @@ def test_heights_that_are_no_costs_leave_the_shapes(dense):
         assert all(worth[1] == 2 * worth[2] > 0 for worth in found.values())
 
 
-def test_units_of_every_site_leave_nothing_to_allocate(dense, prune, monkeypatch):
+def test_units_of_every_site_leave_nothing_to_allocate(prune, monkeypatch):
     monkeypatch.setattr("coec.pipeline.prune.measure_importances", None)  # is not called
-    report = prune(dense, allocation="error", non_uniform=True, kept=OWN)
+    report = prune(allocation="error", non_uniform=True, kept=OWN)
     assert "allocation" in report.plan["notes"][0]
 
 
-def test_a_card_says_what_was_asked_for(dense, prune, tmp_path):
-    prune(dense, allocation="adaptive", non_uniform=True, budget_parameters=0.9)
+def test_a_card_says_what_was_asked_for(prune, tmp_path):
+    prune(allocation="adaptive", non_uniform=True, budget_parameters=0.9)
     card = " ".join((tmp_path / "out/README.md").read_text().split())
     assert "a rest of at most 0.9 of the parameters, shared among blocks by `adaptive`" in card
 
 
-def test_own_kept_units_of_own_widths_give_the_same_weights(dense, prune, tmp_path):
-    first = prune(dense, "first", allocation="error", non_uniform=True)
+def test_own_kept_units_of_own_widths_give_the_same_weights(prune, tmp_path):
+    first = prune("first", allocation="error", non_uniform=True)
     assert isinstance(widths(first)[0], list)
-    prune(dense, "again", kept=tmp_path / "first", non_uniform=True)
+    prune("again", kept=tmp_path / "first", non_uniform=True)
     assert tm.same_weights(tmp_path / "first", tmp_path / "again")
 
 
@@ -161,7 +154,7 @@ def test_equal_widths_are_written_in_a_stock_format(dense, prune, tmp_path, monk
                 for site in dense.layout.sites}  # fmt: skip
 
     monkeypatch.setattr("coec.pipeline.prune.measure_importances", same)
-    report = prune(dense, sparsity=0.5, allocation="error", non_uniform=True)
+    report = prune(sparsity=0.5, allocation="error", non_uniform=True)
     assert widths(report) == (20, 2)
     assert report.plan["code"] is None
     tm.load(tmp_path / "out")
@@ -184,7 +177,7 @@ def test_no_widths_are_refused_once_work_has_begun(variant, groups, prune, tmp_p
 
     monkeypatch.setattr("coec.pipeline.prune.measure_importances", found)
     model = tm.save(tm.tiny(variant, torch.float32, hidden_size=40), tmp_path / "dense")
-    report = prune(model, sparsity=0.5, allocation="error", non_uniform=True)
+    report = prune(model=model, sparsity=0.5, allocation="error", non_uniform=True)
     assert widths(report)[1] == groups
     Dense.open(tmp_path / "out").network(CPU, torch.float32)
 
@@ -203,35 +196,35 @@ def test_presets_take_it(preset, few, dense, tokens, tmp_path):
     assert value.perplexity > 0
 
 
-def test_a_model_of_own_widths_is_pruned_again_and_its_code_replaced(dense, prune, tmp_path):
-    prune(dense, kept=OWN, non_uniform=True)
-    report = prune(tmp_path / "out", "less", sparsity=0.5, non_uniform=True)
+def test_a_model_of_own_widths_is_pruned_again_and_its_code_replaced(prune, tmp_path):
+    prune(kept=OWN, non_uniform=True)
+    report = prune("less", model=tmp_path / "out", sparsity=0.5, non_uniform=True)
     assert report.plan["widths"]["mlp"] == {"before": [4, 20], "after": [2, 10]}
     assert report.plan["widths"]["kv_groups"] == {"before": [3, 1], "after": [2, 1]}
     Dense.open(tmp_path / "less")
     with pytest.raises(OptionError, match="differ by block .1 to 2., which no stock format holds"):
-        prune(tmp_path / "out", "no", sparsity=0.5)
-    prune(dense, force=True)
+        prune("no", model=tmp_path / "out", sparsity=0.5)
+    prune(force=True)
     assert not (tmp_path / "out/modeling_non_uniform.py").exists()
 
 
 def test_the_cache_is_counted_block_by_block(dense, prune, tmp_path):
-    prune(dense, kept=OWN, non_uniform=True)
+    prune(kept=OWN, non_uniform=True)
     cost = coec.efficiency(Dense.open(dense), Dense.open(tmp_path / "out"))
     assert cost.pruned.kv_cache_bytes_per_token == 2 * (3 + 1) * 4 * 4
     assert cost.dense.kv_cache_bytes_per_token == 2 * (4 + 4) * 4 * 4
 
 
 @pytest.mark.parametrize("target", ["hf", "vllm"])
-def test_a_killed_run_goes_on_behind_its_allocation(target, dense, prune, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_behind_its_allocation(target, prune, tmp_path, monkeypatch):
     own = {"allocation": "error", "non_uniform": True, "target": target}
-    prune(dense, "whole", **own)
+    prune("whole", **own)
     with monkeypatch.context() as patched:
         patched.setattr("coec.pipeline.prune.solve_block", raising(KeyError))
         with pytest.raises(KeyError):
-            prune(dense, **own)
+            prune(**own)
     monkeypatch.setattr(allocating, "_importance", None)  # is not called again
-    prune(dense, **own)
+    prune(**own)
     for name in ("model.safetensors", "config.json", "coec/kept.safetensors"):
         one, other = ((tmp_path / n / name).read_bytes() for n in ("whole", "out"))
         assert one == other
@@ -253,7 +246,7 @@ def test_a_budget_is_used_where_uniform_widths_cannot(compensation, align, dense
     own = {"budget_parameters": 0.9, "multiple_of": align, "compensation": compensation}
     own |= {"allocation": "adaptive", "non_uniform": True}
     plan = coec.plan(dense, calibration=tokens, **SETTINGS | own)
-    report = prune(dense, **own)
+    report = prune(**own)
     after, budget = report.plan["parameters"]["after"], int(0.9 * plan.parameters_before)
     assert plan.parameters_after - 8 * 3 * 32 < after <= budget
     if compensation != "bias":  # what is left is less than the smallest step at one site
@@ -287,17 +280,15 @@ REFUSED = {
         {"budget_parameters": 0.8, "attention_sparsity": 0.1, "mlp_sparsity": 0.2},
         "budget_parameters has no effect with attention_sparsity and mlp_sparsity",
     ),
-    "target": (
-        {"kept": OWN, "non_uniform": True, "target": "vllm"}, "so that vLLM loads it",
-    ),
-}  # fmt: skip
+    "target": ({"kept": OWN, "non_uniform": True, "target": "vllm"}, "so that vLLM loads it"),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_before_any_work(name, dense, prune, tmp_path):
+def test_what_cannot_be_is_refused_before_any_work(name, prune, tmp_path):
     settings, match = REFUSED[name]
     with pytest.raises(OptionError, match=match):
-        prune(dense, **settings)
+        prune(**settings)
     assert not any(tmp_path.iterdir())
 
 
@@ -451,7 +442,7 @@ def test_costs_share_out_the_divergence_of_the_pruned_model(size, dense):
             assert cost == pytest.approx((alone.item() + pruned - spared.item()) / 2, rel=0.05)
 
 
-def test_predictions_that_are_not_finite_are_refused(dense, prune, monkeypatch):
+def test_predictions_that_are_not_finite_are_refused(prune, monkeypatch):
     original = allocating._in_dense_shape
 
     def broken(cut, tensors):
@@ -460,7 +451,7 @@ def test_predictions_that_are_not_finite_are_refused(dense, prune, monkeypatch):
 
     monkeypatch.setattr(allocating, "_in_dense_shape", broken)
     with pytest.raises(CoecError, match="cannot be measured.*allocation = adaptive"):
-        prune(dense, allocation="error", non_uniform=True)
+        prune(allocation="error", non_uniform=True)
 
 
 NATIVE = {"non_uniform": True, "target": "vllm"}
@@ -473,8 +464,8 @@ def test_what_vllm_builds_by_its_own_code_computes_what_the_package_does(
 ):
     """The same weights as in the other format of widths by block."""
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
-    report = prune(model, kept=CHANNELS, **NATIVE)
-    prune(model, "plain", kept=CHANNELS, non_uniform=True)
+    report = prune(model=model, kept=CHANNELS, **NATIVE)
+    prune("plain", model=model, kept=CHANNELS, non_uniform=True)
     assert widths(report) == ([4, 20], 3)
     assert report.plan["output_model_type"] == "nemotron-nas"
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -501,16 +492,16 @@ def test_what_vllm_builds_by_its_own_code_computes_what_the_package_does(
 
 
 @pytest.mark.parametrize("allocation", ["adaptive", "error"])
-def test_heads_are_alike_in_what_vllm_builds(allocation, dense, tokens, prune, tmp_path):
-    report = prune(dense, allocation=allocation, sparsity=0.5, **NATIVE)
-    plain = prune(dense, "plain", sparsity=0.5)
+def test_heads_are_alike_in_what_vllm_builds(allocation, tokens, prune, tmp_path):
+    report = prune(allocation=allocation, sparsity=0.5, **NATIVE)
+    plain = prune("plain", sparsity=0.5)
     mlp, groups = widths(report)
     assert isinstance(mlp, list)
     assert groups == 2
     assert report.plan["parameters"]["after"] == plain.plan["parameters"]["after"]
     value = coec.perplexity(tmp_path / "out", text=tokens, seq_len=32, max_windows=4)
     assert value.perplexity > 0
-    again = prune(tmp_path / "out", "less", sparsity=0.5, non_uniform=True)
+    again = prune("less", model=tmp_path / "out", sparsity=0.5, non_uniform=True)
     assert again.plan["output_model_type"] == "mistral"
     assert "block_configs" not in json.loads((tmp_path / "less/config.json").read_text())
 
@@ -519,7 +510,7 @@ def test_multiples_of_256_are_written_as_the_factor_that_servers_compute(tokens,
     model = tm.tiny("llama", torch.float32, intermediate_size=1024)
     tm.save(model, tmp_path / "dense")
     kept = {"layers.0.mlp": list(range(256)), "layers.1.mlp": list(range(768))}
-    report = prune(tmp_path / "dense", kept=kept, attention_sparsity=0, **NATIVE)
+    report = prune(model=tmp_path / "dense", kept=kept, attention_sparsity=0, **NATIVE)
     config = json.loads((tmp_path / "out/config.json").read_text())
     for block, channels in zip(config["block_configs"], (256, 768), strict=True):
         assert "intermediate_size" not in block["ffn"]  # MLX-LM takes no keys that it lacks
@@ -548,5 +539,5 @@ def test_what_vllm_builds_by_no_code_of_its_own_is_refused_before_any_work(name,
     variant, settings, match = NOT_NATIVE[name]
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     with pytest.raises(OptionError, match=f"so that vLLM loads it .*{match}.*leave out target"):
-        prune(model, **NATIVE | settings)
+        prune(model=model, **NATIVE | settings)
     assert not (tmp_path / "out").exists()

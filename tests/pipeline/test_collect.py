@@ -19,11 +19,10 @@ from coec.models.dense import Dense
 from coec.models.files import sha256
 from coec.pipeline import collect as collecting
 from coec.pipeline import prune as pruning
-from coec.streaming import windows as windows_module
 from coec.streaming.statistics import Statistics
 from coec.types import Gram
-from prunings import interrupt
-from refusals import one_line
+from outcomes import one_line
+from problems import failing
 
 IDS = torch.randint(2, tm.VOCABULARY, (12, 24), generator=torch.Generator().manual_seed(5))
 SETTINGS = {"preset": "paper", "calibration": IDS, "samples": 10, "seq_len": 24}
@@ -152,9 +151,7 @@ def test_statistics_of_another_model_and_of_other_weights_of_its_sizes_are_refus
     dense, model, saved, tmp_path
 ):
     trained = shutil.copytree(model, tmp_path / "trained")
-    tensors = load_file(trained / "model.safetensors")
-    tensors["model.norm.weight"] += 1e-6
-    save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
+    tm.edit_weights(trained, lambda tensors: tensors["model.norm.weight"].add_(1e-6))
     for other in (dense, trained):
         with pytest.raises(OptionError, match="collected with model = "):
             coec.prune(other, tmp_path / "out", statistics=saved.folder, holdout=0.2, **SETTINGS)
@@ -383,13 +380,7 @@ def test_an_interrupted_collection_goes_on(model, tmp_path, monkeypatch):
 
 
 def test_a_collection_of_something_else_is_not_continued(model, tmp_path, monkeypatch):
-    original = collecting.write_grams
-
-    def interrupted(path, grams):
-        if "00001" in path.name:
-            raise KeyboardInterrupt
-        original(path, grams)
-
+    interrupted = failing(collecting.write_grams, KeyboardInterrupt(), 2)
     monkeypatch.setattr(collecting, "write_grams", interrupted)
     with pytest.raises(KeyboardInterrupt):
         coec.collect(model, tmp_path / "out", **SETTINGS)
@@ -399,23 +390,3 @@ def test_a_collection_of_something_else_is_not_continued(model, tmp_path, monkey
     made = coec.collect(model, tmp_path / "out", seed=1, restart=True, **SETTINGS)
     assert made.made_with["seed"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
-def test_text_sampled_from_the_model_is_sampled_once(model, tmp_path, monkeypatch):
-    settings = {
-        "preset": "paper", "calibration": "self", "samples": 4, "seq_len": 16,
-        "compensation": "none",
-    }  # fmt: skip
-    coec.prune(model, tmp_path / "whole", **settings)
-    calls, original = [], windows_module.sample_from_model
-
-    def sampled(*arguments, **options):
-        calls.append(1)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(windows_module, "sample_from_model", sampled)
-    interrupt(monkeypatch, coec.prune, model, tmp_path / "out", **settings)
-    report = coec.prune(model, tmp_path / "out", **settings)
-    assert len(calls) == 1
-    assert report.calibration["source"] == "self (seed 0)"
-    assert tm.same_weights(tmp_path / "whole", tmp_path / "out")

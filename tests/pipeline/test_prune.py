@@ -25,19 +25,12 @@ from coec.planning.recipe import Recipe
 from coec.streaming import passes as measure
 from coec.types import SiteResult
 from oracles import greedy_elimination
-from prunings import content
+from prunings import content, prunes
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
 
 
-@pytest.fixture
-def prune(dense, tokens, tmp_path):
-    """Prunes the tiny model, or another, into a folder in `tmp_path`."""
-
-    def call(out="out", model=dense, **settings):
-        return coec.prune(model, tmp_path / out, **{"calibration": tokens, **SETTINGS, **settings})
-
-    return call
+prune = prunes(**SETTINGS)
 
 
 def weights(folder):
@@ -45,15 +38,13 @@ def weights(folder):
     return {name: checkpoint.tensor(name) for name in checkpoint.files}
 
 
-def test_the_same_run_writes_the_same_bytes(prune, tmp_path):
-    text = tm.text_file(tmp_path / "text.txt")
+def test_the_same_run_writes_the_same_bytes(prune, text, tmp_path):
     for out in ("one", "two"):
         prune(out, calibration=text, rounds=2, seed=3, samples=20)
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-def test_another_seed_draws_other_windows(prune, tmp_path):
-    text = tm.text_file(tmp_path / "text.txt")
+def test_another_seed_draws_other_windows(prune, text):
     few = {"calibration": text, "samples": 20, "compensation": "none"}
     one, two = (prune(f"s{seed}", seed=seed, **few) for seed in (0, 1))
     assert one.calibration["windows_sha256"] != two.calibration["windows_sha256"]
@@ -126,22 +117,6 @@ def test_servers_find_the_weights_and_nothing_else(shard, prune, tmp_path, monke
     assert modes == {(tmp_path / "plain").stat().st_mode}
 
 
-def test_rotary_settings_are_written_in_both_forms(prune, tmp_path):
-    """4.57 does not read rope_parameters: it would compute another model, silently."""
-    model = tm.save(tm.tiny("llama rope", torch.float32), tmp_path / "model")
-    path = model / "config.json"
-    config = json.loads(path.read_text())
-    parameters = config.get("rope_parameters") or {
-        "rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")
-    }  # fmt: skip
-    path.write_text(json.dumps({**config, "rope_parameters": parameters}))
-    prune(model=model, compensation="none")
-    written = json.loads((tmp_path / "out/config.json").read_text())
-    assert written["rope_parameters"] == parameters
-    assert written["rope_theta"] == 500000.0
-    assert written["rope_scaling"] == tm.VARIANTS["llama rope"]["rope_scaling"]
-
-
 def test_a_second_run_into_the_same_folder_is_refused_at_once(prune, tmp_path):
     """The first one's result is not lost to it."""
     from coec.execution.journal import journal
@@ -154,12 +129,6 @@ def test_a_second_run_into_the_same_folder_is_refused_at_once(prune, tmp_path):
     assert (tmp_path / "out/config.json").read_text() == "first"
 
 
-def test_alpha_zero_writes_the_slice(prune, tmp_path):
-    prune("a", alpha=0.0)
-    prune("b", compensation="none")
-    assert tm.same_weights(tmp_path / "a", tmp_path / "b")
-
-
 def test_what_is_not_compensated_keeps_its_values(dense, prune, tmp_path):
     prune(rounds=1)
     before, after = weights(dense), weights(tmp_path / "out")
@@ -170,8 +139,7 @@ def test_what_is_not_compensated_keeps_its_values(dense, prune, tmp_path):
     assert torch.equal(before[gate][kept], after[gate])
 
 
-def test_the_record_holds_everything_needed_to_repeat_the_run(prune, tmp_path):
-    text = tm.text_file(tmp_path / "text.txt")
+def test_the_record_holds_everything_needed_to_repeat_the_run(prune, text, tmp_path):
     report = prune(calibration=text, samples=9, seq_len=16, seed=5, kappa=7)
     assert coec.Report.read(str(tmp_path / "out")).as_dict() == report.as_dict()
     record = json.loads((tmp_path / "out/coec.json").read_text())
@@ -356,13 +324,6 @@ def test_a_tensor_of_ids_is_calibration_text(prune, tokens, tmp_path):
     assert tm.same_weights(tmp_path / "a", tmp_path / "b")
 
 
-def test_self_calibration_needs_no_text(prune, tmp_path):
-    report = prune(calibration="self", samples=20, seq_len=16, compensation="rcpu", seed=4)
-    assert report.calibration["source"] == "self (seed 4)"
-    assert report.calibration["windows"] == 20
-    assert tm.load(tmp_path / "out").config.intermediate_size == 28
-
-
 def test_progress_tells_every_phase(prune):
     seen = {}
     prune(
@@ -390,10 +351,9 @@ def test_a_real_model_on_real_text_reloads_and_writes(shared, tmp_path):
     assert tokenizer.decode(ids[0], skip_special_tokens=True).startswith("Once upon a time")
 
 
-def test_calibration_may_be_named_by_a_path(prune, tmp_path):
-    path = tm.text_file(tmp_path / "text.txt")
-    report = prune(calibration=Path(path), samples=20, compensation="none")
-    assert report.recipe["calibration"] == report.calibration["source"] == path
+def test_calibration_may_be_named_by_a_path(prune, text):
+    report = prune(calibration=Path(text), samples=20, compensation="none")
+    assert report.recipe["calibration"] == report.calibration["source"] == text
 
 
 def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):

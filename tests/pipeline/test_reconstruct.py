@@ -24,6 +24,7 @@ from coec.reconstruction import TrainedBlock, block_training
 from coec.streaming.layers import Layers
 from coec.streaming.two_streams import ConsumerStatistics
 from coec.types import Gram, GramSum
+from prunings import prunes
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
 QUICK = {"reconstruct": 1, "prediction_passes": 1}
@@ -36,14 +37,7 @@ def dense(tmp_path_factory):
     return tm.save(tm.tiny("llama"), tmp_path_factory.mktemp("dense") / "model")
 
 
-@pytest.fixture
-def pruned(dense, tokens, tmp_path):
-    """Prunes the tiny model, or another, into a folder in `tmp_path`."""
-
-    def call(out="out", model=dense, **settings):
-        return coec.prune(model, tmp_path / out, **{**SETTINGS, "calibration": tokens, **settings})
-
-    return call
+pruned = prunes(**SETTINGS)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
 from coec.streaming.passes import DensePass
 from coec.streaming.windows import window_maker
+from outcomes import raising
 
 CPU = (torch.device("cpu"), torch.float64, None)
 
@@ -48,9 +49,6 @@ def test_a_run_keeps_them(dense, tmp_path, monkeypatch):
 
 
 def test_a_device_without_room_for_the_model_is_said(dense, monkeypatch):
-    def full(*given, **how):
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(Dense, "network", full)
+    monkeypatch.setattr(Dense, "network", raising(torch.OutOfMemoryError("out of memory")))
     with pytest.raises(CalibrationError, match=r"no room for all of it: calibrate on a text, not"):
         made(dense)

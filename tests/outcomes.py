@@ -1,4 +1,4 @@
-"""Errors that tests expect, and functions that raise them."""
+"""How calls and commands end: errors that tests expect or raise, and what a command shows."""
 
 from contextlib import contextmanager
 
@@ -30,4 +30,12 @@ def check_refused(answer: tuple, said: str) -> None:
     """A command's status, stdout and stderr are those of a refusal: one line that says so."""
     status, out, err = answer
     assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("coec: ")
     assert said in err
+
+
+def succeeded(answer: tuple) -> tuple[str, str]:
+    """Stdout and stderr of a command, which ended with status 0."""
+    status, out, err = answer
+    assert status == 0, err
+    return out, err
