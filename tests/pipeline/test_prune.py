@@ -24,7 +24,6 @@ from coec.pipeline import write as writing
 from coec.planning.recipe import Recipe
 from coec.streaming import passes as measure
 from coec.types import SiteResult
-from oracles import greedy_elimination
 from prunings import content, prunes
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
@@ -180,21 +179,6 @@ def test_kept_units_are_those_of_highest_score(dense, prune, tmp_path):
     kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.1.mlp"]
     scores = weights(dense)["model.layers.1.mlp.down_proj.weight"].norm(dim=0)
     assert kept.tolist() == scores.topk(28).indices.sort().values.tolist()
-
-
-def test_units_that_greed_keeps(dense, prune, tokens, tmp_path):
-    """Channels one by one, and whole KV groups."""
-    report = prune(selection="obs", sparsity=0.5, compensation="ridge-to-slice")
-    saved = coec.collect(dense, tmp_path / "statistics", calibration=tokens, **SETTINGS)
-    kept = load_file(tmp_path / "out/coec/kept.safetensors")
-    sites = {"mlp": (40, "mlp.down_proj"), "attention": (4, "self_attn.o_proj")}
-    for block in saved.blocks(Dense.open(dense), torch.device("cpu")):
-        for name, (units, module) in sites.items():
-            W = weights(dense)[f"model.layers.{block.index}.{module}.weight"].double()
-            gone = greedy_elimination(W, block.grams[name].xx, units, units // 2)
-            left = sorted(set(range(units)) - set(gone))
-            assert kept[f"layers.{block.index}.{name}"].tolist() == left
-    assert all(row["error_after"] < row["error_before"] for row in report.sites)
 
 
 def test_a_selection_of_the_user_is_told_how_many_stay(prune, tmp_path):

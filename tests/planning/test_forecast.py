@@ -161,14 +161,6 @@ def test_without_propagation_fewer_states_wait_and_more_sums(folder):
     assert 1.5 * summed[0] < summed[1] < 2 * summed[0]
 
 
-def test_statistics_that_are_there_need_no_text(folder):
-    plan, how = planned(folder)
-    how = replace(how, measured=True)
-    forecast = Forecast.of(plan, how)
-    assert not {"text", "hidden states"} & set(memory(forecast)["solving mlp"].host)
-    assert memory(forecast)["calibrating"].operations == 0
-
-
 def test_the_disk_holds_the_model_about_once(folder, tmp_path):
     plan, how = planned(folder)
     output, partial = disk(plan, how.written)
