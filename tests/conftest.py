@@ -144,6 +144,18 @@ def dense(tmp_path_factory):
     return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
 
 
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory):
+    """A file of 24 rows of 32 token ids, to be read and not changed."""
+    return tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A file of 4,000 characters of text, to be read and not changed."""
+    return tm.text_file(tmp_path_factory.mktemp("text") / "text.txt")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_power_cut():
     """Files need not survive one here, which waiting for the disk is for; in `tests/crash` they do.

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import coec
-from benchmarks import (
-    device_paths,
-    elimination,
-    operations,
-    record,
-    true_widths,
-    two_blocks,
-)
+from benchmarks import device_paths, elimination, operations, record, true_widths, two_blocks
 from benchmarks.instances import right_solve, synthetic, tempered
 from benchmarks.meter import PHASES, REST, Counter, Meter
 from benchmarks.operations import BLOCK_PARAMETERS, MODELS, Site, phases

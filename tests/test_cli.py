@@ -15,22 +15,16 @@ import tiny_models as tm
 from coec import devices
 from coec.cli.commands import app
 from coec.cli.common import measuring, named
-from coec.cli.prune import prune_command
 from coec.compensation import COMPENSATIONS
 from coec.evaluation.geometry import RANKS
 from coec.evaluation.perplexity import EVALUATION_SEQ_LEN
 from coec.models.architectures import ARCHITECTURES
 from coec.selection import SELECTIONS
-from coec.settings import OPTIONS
+from outcomes import WORK, check_refused, raising, succeeded
 
 WINDOWS = ("--samples", 24, "--seq-len", 32)
 NONE = ("--preset", "paper", "--compensation", "none")
 COMMANDS = {command.name: command.callback for command in app.registered_commands}
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    return tm.token_file(tmp_path / "tokens.npy")
 
 
 @pytest.fixture
@@ -45,13 +39,6 @@ def perplexity(run, tokens):
     """Measures the tokens, or other text."""
     return lambda model, *flags, text=tokens: run("eval", model, "--text", text, "--seq-len", 32,
                                                   *flags)  # fmt: skip
-
-
-def refuses_work(monkeypatch):
-    def measured(*args, **kwargs):
-        raise AssertionError("work had begun")
-
-    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", measured)
 
 
 def test_python_dash_m_is_the_command():
@@ -81,8 +68,7 @@ USAGES = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_80_columns_and_has_two_examples_with_flags_of_the_command(command, run):
     whole = "--help-all" if command in ("prune", "compensate") else "-h"
-    status, out, _ = run(command, whole, columns=80)
-    assert status == 0
+    out, _ = succeeded(run(command, whole, columns=80))
     assert f"Usage: coec {command} [OPTIONS] {USAGES[command]}".strip() in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= 80
     for value in (*SELECTIONS, *COMPENSATIONS) if command == "prune" else ():
@@ -109,15 +95,6 @@ def test_the_first_screen_has_twenty_flags_under_headings_and_another_has_all(ru
             assert f"─ {heading} ─" in first
 
 
-def test_every_option_of_every_compensation_is_a_flag_with_a_description(run):
-    _, out, _ = run("prune", "--help-all")
-    options = {option.name for option in OPTIONS}
-    for option in options:
-        assert f"--{option.replace('_', '-')}" in out
-    assert inspect.signature(prune_command).parameters.keys() > options
-    assert "Default: 0.9." in out
-
-
 @pytest.mark.parametrize(
     ("text", "flag"),
     [("wikitext2", ""), ("hub:a/b", " --text hub:a/b"), ("self", " --text self"),
@@ -135,8 +112,7 @@ def test_what_is_in_the_current_folder_is_named_from_there(tmp_path, monkeypatch
 
 
 def test_prune_then_eval(dense, tokens, prune, perplexity, tmp_path):
-    status, out, err = prune("--preset", "paper", "--rounds", 1)
-    assert status == 0, err
+    out, _ = succeeded(prune("--preset", "paper", "--rounds", 1))
     assert "40 → 28 per block" in out
     assert "stored as        mistral" in out
     assert "loads in         transformers, vLLM, SGLang" in out
@@ -145,14 +121,12 @@ def test_prune_then_eval(dense, tokens, prune, perplexity, tmp_path):
     assert train.endswith(
         f"coec recover {dense} {tmp_path}/out {tmp_path}/out-trained --text {tokens}"
     )
-    status, out, _ = perplexity(tmp_path / "out", "--baseline", dense)
-    assert status == 0
+    out, _ = succeeded(perplexity(tmp_path / "out", "--baseline", dense))
     assert "ratio" in out
 
 
 def test_json_is_one_object_on_stdout(prune, perplexity, run, tmp_path):
-    status, out, _ = prune(*NONE, "--json")
-    assert status == 0
+    out, _ = succeeded(prune(*NONE, "--json"))
     assert json.loads(out)["out"] == str(tmp_path / "out")
     status, out, _ = perplexity(tmp_path / "out", "--json")
     result = json.loads(out)
@@ -171,8 +145,7 @@ def test_json_is_one_object_on_stdout(prune, perplexity, run, tmp_path):
 
 
 def test_methods_lists_everything_with_its_source(run):
-    status, out, _ = run("methods")
-    assert status == 0
+    out, _ = succeeded(run("methods"))
     for name in [*SELECTIONS, *COMPENSATIONS, *ARCHITECTURES]:
         lines = [line for line in out.splitlines() if line.startswith(f"  {name} ")]
         assert lines, name
@@ -190,8 +163,7 @@ def test_a_dry_run_needs_only_the_configuration(run, tmp_path):
         assert plan["output_model_type"] == "mistral"
         assert min(plan["memory_bytes"]["total"], plan["seconds"]) > 0
         assert plan["loads_in"]["transformers"] == "yes"
-    status, out, _ = run("prune", tmp_path, "--dry-run", "--sparsity", 0.5)
-    assert status == 0
+    out, _ = succeeded(run("prune", tmp_path, "--dry-run", "--sparsity", 0.5))
     assert "solving mlp" in out
     assert "a rough total" in out
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
@@ -215,9 +187,8 @@ def test_flags_win_over_the_recipe_file(dense, tokens, run, tmp_path):
         f'sparsity = 0.5\nseq-len = 32\nsamples = 24\ncalibration = "{tokens}"\nrounds = 1\n'
         'selection = "flap"\nalpha = 0.8\n'
     )
-    status, out, err = run("prune", dense, tmp_path / "out", "--config", recipe, "--alpha", 0.7,
-                           "--json")  # fmt: skip
-    assert status == 0, err
+    out, _ = succeeded(run("prune", dense, tmp_path / "out", "--config", recipe, "--alpha", 0.7,
+                           "--json"))  # fmt: skip
     chosen = json.loads(out)["recipe"]
     assert (chosen["sparsity"], chosen["selection"]) == (0.5, "flap")
     assert (chosen["options"]["alpha"], chosen["options"]["rounds"]) == (0.7, 1)
@@ -242,8 +213,7 @@ def test_flags_win_over_the_recipe_file(dense, tokens, run, tmp_path):
 def test_every_flag_does_something(flags, prune, tmp_path):
     rounds = () if "--compensation" in flags else ("--rounds", 1)
     flags = flags.split()
-    status, out, err = prune("--preset", "paper", *rounds, *flags, "--json")
-    assert status == 0, err
+    out, _ = succeeded(prune("--preset", "paper", *rounds, *flags, "--json"))
     record = json.loads(out)
     flat = {**record["recipe"], **record["recipe"]["options"]}
     for flag, value in zip(flags[::2], flags[1::2]) if len(flags) % 2 == 0 else ():
@@ -258,12 +228,10 @@ def test_a_text_column_can_be_named(dense, run, perplexity, tmp_path):
     text, column = tmp_path / "rows.jsonl", ("--text-column", "story")
     rows = [{"story": "once upon a time there was a cat. " * 4, "text": ""}] * 20
     text.write_text("\n".join(map(json.dumps, rows)))
-    status, _, err = run("prune", dense, tmp_path / "out", "--calibration", text, "--samples", 8,
-                         "--seq-len", 32, *column, *NONE)  # fmt: skip
-    assert status == 0, err
-    status, out, _ = perplexity(tmp_path / "out", *column, "--device", "cpu", "--dtype", "float32",
-                                "--json", text=text)  # fmt: skip
-    assert status == 0
+    succeeded(run("prune", dense, tmp_path / "out", "--calibration", text, "--samples", 8,
+                  "--seq-len", 32, *column, *NONE))  # fmt: skip
+    flags = (*column, "--device", "cpu", "--dtype", "float32", "--json")
+    out, _ = succeeded(perplexity(tmp_path / "out", *flags, text=text))
     assert json.loads(out)["windows"] > 50
 
 
@@ -298,9 +266,7 @@ def test_flags_that_would_not_be_heard_are_wrong_usage(flags, dense, run):
 
 
 def test_errors_are_one_line_on_stderr_and_status_1(run, tmp_path):
-    status, out, err = run("eval", tmp_path / "nowhere")
-    assert (status, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith("coec: no model at")
+    check_refused(run("eval", tmp_path / "nowhere"), "coec: no model at")
 
 
 def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
@@ -309,20 +275,15 @@ def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
     bug = RuntimeError("a bug")
     advice = "coec: out of memory: lower --samples or --seq-len (of --tasks, --batch-size)"
 
-    def raising(error):
-        raise error
-
-    for exhausted, said in ((lambda: raising(cuda), f"{advice}, or use --device cpu (CUDA out of "
-                             "memory.)\n"), (lambda: torch.empty(10**15), f"{advice}\n"),
-                            (lambda: raising(bug), None)):  # fmt: skip
-        monkeypatch.setattr(
-            "coec.evaluation.perplexity.perplexity", lambda *_, e=exhausted, **__: e()
-        )
-        if said is None:
-            with pytest.raises(RuntimeError, match="a bug"):
-                run("eval", dense)
-        else:
-            assert run("eval", dense) == (1, "", said)
+    for measured, said in (
+        (raising(cuda), f"{advice}, or use --device cpu (CUDA out of memory.)\n"),
+        (lambda *_, **__: torch.empty(10**15), f"{advice}\n"),
+    ):
+        monkeypatch.setattr("coec.evaluation.perplexity.perplexity", measured)
+        assert run("eval", dense) == (1, "", said)
+    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", raising(bug))
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("eval", dense)
 
 
 def test_a_hub_name_is_found_in_the_hubs_cache(run, tokens, monkeypatch, tmp_path):
@@ -332,29 +293,18 @@ def test_a_hub_name_is_found_in_the_hubs_cache(run, tokens, monkeypatch, tmp_pat
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123456789")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    status, out, err = run("prune", "org/tiny", tmp_path / "out", "--calibration", tokens,
-                           *WINDOWS, *NONE, "--json")  # fmt: skip
-    assert status == 0, err
+    out, _ = succeeded(run("prune", "org/tiny", tmp_path / "out", "--calibration", tokens,
+                           *WINDOWS, *NONE, "--json"))  # fmt: skip
     assert json.loads(out)["model"] == "org/tiny"
     assert tm.load(tmp_path / "out").config.intermediate_size == 28
 
 
 def test_an_interrupted_run_says_that_nothing_was_written(prune, monkeypatch, tmp_path):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("coec.pipeline.prune.solve_block", interrupted)
+    monkeypatch.setattr("coec.pipeline.prune.solve_block", raising(KeyboardInterrupt))
     status, out, err = prune("--preset", "paper")
     assert (status, out) == (130, "")
     assert err.rstrip().endswith("coec: interrupted; nothing half-written is left")
-    assert [p.name for p in tmp_path.iterdir()] == ["tokens.npy"]
-
-
-def test_a_recipe_file_that_cannot_be_read_is_one_line(dense, run, tmp_path):
-    for path, match in ((tmp_path, "cannot be read"), (tmp_path / "no.toml", "no configuration")):
-        status, out, err = run("prune", dense, tmp_path / "out", "--config", path)
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert match in err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["prune", "collect", "compensate"])
@@ -372,9 +322,7 @@ def test_a_recipe_file_holds_settings_alone(command, dense, run, tmp_path):
     cases["[coec]\nalpha = 1"] = "has a table [coec]; write its keys at the top level"
     for content, said in cases.items():
         (tmp_path / "r.toml").write_text(content)
-        status, out, err = run(command, *places, "--config", tmp_path / "r.toml")
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert said in err
+        check_refused(run(command, *places, "--config", tmp_path / "r.toml"), said)
 
 
 @pytest.fixture
@@ -388,8 +336,7 @@ def tasks(tmp_path, few_tasks):
 
 
 def test_tasks_are_a_table_that_says_when_it_says_nothing(dense, run, tasks):
-    status, out, err = run("eval", dense, *tasks)
-    assert status == 0, err
+    out, _ = succeeded(run("eval", dense, *tasks))
     assert "boolq" in out
     assert "mean of the metrics in bold" in out
     assert "these scores are at chance: they say nothing about this model" in out
@@ -398,8 +345,7 @@ def test_tasks_are_a_table_that_says_when_it_says_nothing(dense, run, tasks):
 
 def test_perplexity_comes_with_tasks_only_where_a_text_is_named(dense, run, perplexity, tasks):
     flags = (*tasks, "--limit", 3, "--batch-size", 2, "--json")
-    status, out, _ = run("eval", dense, *flags)
-    assert status == 0
+    out, _ = succeeded(run("eval", dense, *flags))
     assert json.loads(out).keys() == {"zero_shot"}
     both = json.loads(perplexity(dense, *flags)[1])
     assert both.keys() == {"perplexity", "zero_shot"}
@@ -414,15 +360,13 @@ def test_perplexity_comes_with_tasks_only_where_a_text_is_named(dense, run, perp
 def test_tasks_and_their_data_are_checked_before_the_perplexity_is_measured(
     dense, perplexity, tasks, monkeypatch
 ):
-    refuses_work(monkeypatch)
+    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", raising(WORK))
     (tasks[-1] / "boolq.jsonl").write_text('{"passage": "", "question": "is it", "label": -1}')
     for flags, said in (
         (("--tasks", "boolc"), "did you mean boolq"),
         (tasks, "no right answer in column 'label'"),
     ):
-        status, out, err = perplexity(dense, *flags)
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert said in err
+        check_refused(perplexity(dense, *flags), said)
 
 
 def test_what_was_measured_is_shown_when_the_tasks_fail(dense, run, tasks):
@@ -442,8 +386,7 @@ def test_evaluation_on_the_calibration_text_is_noted(dense, tokens, prune, perpl
     other = tm.token_file(tmp_path / "other.npy", rows=12)
     prune(*NONE)
     for text, same in ((tokens, True), (other, False)):
-        status, out, err = perplexity(tmp_path / "out", "--json", text=text)
-        assert status == 0
+        out, err = succeeded(perplexity(tmp_path / "out", "--json", text=text))
         assert json.loads(out)["same_text_as_calibration"] is same
         assert ("note: evaluated on the text it was calibrated on" in err) is same
     _, out, _ = perplexity(tmp_path / "out")
@@ -491,21 +434,17 @@ def test_defaults_in_help_are_those_of_the_functions():
         assert f"Default: {default}" in annotation.__metadata__[0].help, (command, name)
 
 
-def test_code_of_a_tokenizer_is_refused_by_its_flag(dense, run, tmp_path, monkeypatch):
+def test_code_of_a_tokenizer_is_refused_by_its_flag(dense, run, text, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "cache"))
     model = shutil.copytree(dense, tmp_path / "model")
-    path = model / "tokenizer_config.json"
     own = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": [None, "odd.Odd"]}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (model / "tokenizer_config.json").write_text(json.dumps(own))
     (model / "odd.py").write_text("raise SystemExit('it ran')")
-    text = tm.text_file(tmp_path / "text.txt")
     for line in (
         ["prune", model, tmp_path / "out", "--calibration", text, "--samples", 8],
         ["eval", model, "--text", text],
     ):
-        status, out, err = run(*line, "--seq-len", 32)
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert "pass --trust-remote-code if you trust it" in err
+        check_refused(run(*line, "--seq-len", 32), "pass --trust-remote-code if you trust it")
 
 
 def test_a_dry_run_refuses_what_a_run_refuses(dense, run):

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 import coec
-import tiny_models as tm
+from outcomes import WORK, check_refused, raising, succeeded
 from paper_models import QWEN_7B
 
 FAST = ("--new-tokens", 2, "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(dense, tokens, tmp_path_factory):
+    """A model, and beside it what was made of it."""
     root = tmp_path_factory.mktemp("analyze")
-    dense = tm.save(tm.tiny("llama", torch.float32), root / "dense")
-    tokens = tm.token_file(root / "tokens.npy")
-    coec.prune(dense, root / "pruned", calibration=tokens, samples=24, seq_len=32, rounds=1,
+    model = shutil.copytree(dense, root / "dense")
+    coec.prune(model, root / "pruned", calibration=tokens, samples=24, seq_len=32, rounds=1,
                preset="paper")  # fmt: skip
-    return dense, root / "pruned"
+    return model, root / "pruned"
 
 
 @pytest.fixture
@@ -31,8 +31,7 @@ def run(run):
 
 
 def test_tables_for_readers(folders, run):
-    status, out, err = run(*folders, *FAST)
-    assert status == 0, err
+    out, err = succeeded(run(*folders, *FAST))
     lines = [line.strip() for line in out.splitlines()]
     for start in ("parameters", "weights, GiB", "GFLOPs per token", "prefill, tokens/s",
                   "decode, tokens/s", "angle O–P, mean", "frame discrepancy, mean",
@@ -43,9 +42,9 @@ def test_tables_for_readers(folders, run):
 
 
 def test_json_is_one_object_on_stdout(folders, run):
-    status, out, _ = run(*folders, *FAST, "--json", "--rank-attention", 4, "--rank-mlp", 8,
-                         "--dtype", "float64", "--batch-size", 2, "--prompt-tokens", 7)  # fmt: skip
-    assert status == 0
+    ranks = ("--rank-attention", 4, "--rank-mlp", 8)
+    load = ("--dtype", "float64", "--batch-size", 2, "--prompt-tokens", 7)
+    out, _ = succeeded(run(*folders, *FAST, *ranks, *load, "--json"))
     assert out.count("\n") == 1
     found = json.loads(out)
     assert found.keys() == {"efficiency", "speed", "geometry", "notes"}
@@ -58,8 +57,7 @@ def test_json_is_one_object_on_stdout(folders, run):
 
 
 def test_parts_can_be_left_out_and_the_dense_model_too(folders, run):
-    status, out, err = run(folders[1], "--no-speed", "--no-geometry", "--json")
-    assert status == 0
+    out, err = succeeded(run(folders[1], "--no-speed", "--no-geometry", "--json"))
     found = json.loads(out)
     assert found["speed"] is None
     assert found["geometry"] is None
@@ -73,15 +71,14 @@ def test_parts_can_be_left_out_and_the_dense_model_too(folders, run):
 def test_a_row_of_the_paper_from_a_configuration(run, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(QWEN_7B))
-    status, out, err = run("--config-only", path, "--sparsity", 0.3, "--dtype", "bfloat16")
-    assert status == 0, err
+    out, _ = succeeded(run("--config-only", path, "--sparsity", 0.3, "--dtype", "bfloat16"))
     rows = {line.split("  ")[0].strip(): line.split()[-3:] for line in out.splitlines()}
     assert rows["parameters"] == ["7,615,616,512", "5,699,162,112", "0.748"]
     assert rows["weights, GB"] == ["15.23", "11.4", "0.748"]
     assert rows["weights, GiB"] == ["14.19", "10.62", "0.748"]
     assert rows["GFLOPs per token"] == ["15.23", "11.4", "0.748"]
     assert "peak memory and speed have to be measured" in out
-    status, out, _ = run("--config-only", path, "--json")
+    out, _ = succeeded(run("--config-only", path, "--json"))
     assert json.loads(out)["efficiency"]["pruned"]["parameters"] == 5_699_162_112
 
 
@@ -107,23 +104,14 @@ def test_mistakes_are_one_line_before_any_work(
     report = json.loads((orphan / "coec.json").read_text())
     (orphan / "coec.json").write_text(json.dumps(report | {"model": "org/model"}))
 
-    def worked(*args, **kwargs):
-        raise AssertionError("work had begun")
-
-    monkeypatch.setattr("coec.evaluation.efficiency._load", worked)
-    monkeypatch.setattr("coec.evaluation.geometry.compare_frames", worked)
+    monkeypatch.setattr("coec.evaluation.efficiency._load", raising(WORK))
+    monkeypatch.setattr("coec.evaluation.geometry.compare_frames", raising(WORK))
     places = {"dense": dense, "pruned": pruned, "orphan": orphan, "lost": tmp_path / "lost"}
-    status, out, err = run(*(argument.format(**places) for argument in arguments))
-    assert (status, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith("coec: ")
-    assert message in err
+    check_refused(run(*(argument.format(**places) for argument in arguments)), message)
 
 
 def test_memory_that_runs_out_says_what_to_change(folders, run, monkeypatch):
-    def exhausted(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-
-    monkeypatch.setattr("coec.evaluation.efficiency.speed", exhausted)
-    status, out, err = run(*folders, *FAST)
-    assert (status, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith("coec: out of memory: lower --prompt-tokens or --batch-size")
+    exhausted = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+    monkeypatch.setattr("coec.evaluation.efficiency.speed", raising(exhausted))
+    said = "coec: out of memory: lower --prompt-tokens or --batch-size"
+    check_refused(run(*folders, *FAST), said)

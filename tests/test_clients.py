@@ -15,6 +15,7 @@ from benchmarks.clients import CLIENTS, Client, Row
 from benchmarks.runners import each
 from coec.models import formats
 from coec.models.architectures import ARCHITECTURES
+from outcomes import raising
 
 FORMATS = (Path(__file__).resolve().parents[1] / "docs/FORMATS.md").read_text(encoding="utf-8")
 ROWS = clients.read(clients.ROWS)
@@ -78,11 +79,8 @@ def test_a_difference_is_the_largest_of_what_the_client_gives(tmp_path):
 
 def test_an_error_is_a_result(tmp_path):
     expected(tmp_path / "model")
-
-    def run(*rest):
-        raise KeyError("head_dim")
-
-    assert each.compared(run, tmp_path / "model") == {"error": "KeyError: 'head_dim'"}
+    found = each.compared(raising(KeyError("head_dim")), tmp_path / "model")
+    assert found == {"error": "KeyError: 'head_dim'"}
 
 
 def test_logits_alone_continue_a_text():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import coec
-import tiny_models as tm
 from coec import devices
 from coec.devices import (
     at_hand,
@@ -109,12 +108,11 @@ def test_freed_memory_between_pieces_that_stay_is_handed_back():
     assert len(pieces) == 128
 
 
-def test_a_run_hands_it_back_behind_every_block(tmp_path, monkeypatch):
+def test_a_run_hands_it_back_behind_every_block(dense, tokens, tmp_path, monkeypatch):
     """Behind the pass and the solve of each, and with two models behind the passes of both."""
     handed = []
     monkeypatch.setattr(devices, "_malloc_trim", lambda: handed.append)
-    dense = tm.save(tm.tiny("llama", torch.float32), tmp_path / "dense")
-    own = {"calibration": tm.token_file(tmp_path / "tokens.npy"), "samples": 4, "seq_len": 32}
+    own = {"calibration": tokens, "samples": 4, "seq_len": 32}
     for reconstruct in (0, 1):
         handed.clear()
         out = tmp_path / str(reconstruct)

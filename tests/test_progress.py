@@ -2,18 +2,18 @@
 
 import pytest
 
-import tiny_models as tm
 from coec.cli.progress import ProgressLines
 from coec.pipeline import prune as pruning
+from outcomes import succeeded
+from problems import failing
 
 FEW = ("--preset", "paper", "--samples", 4, "--seq-len", 32, "--compensation", "none",
        "--device", "cpu")  # fmt: skip
 
 
 @pytest.fixture
-def said(dense, tmp_path):
+def said(dense, text, tmp_path):
     """A pruning into a folder that is still to be named."""
-    text = tm.text_file(tmp_path / "text.txt")
     return lambda out: ("prune", dense, tmp_path / out, "--calibration", text, *FEW)
 
 
@@ -58,8 +58,7 @@ def test_a_phase_that_begins_once_more_is_timed_anew():
 
 
 def test_a_run_into_a_log_says_how_far_it_is_and_quiet_says_nothing(said, run):
-    status, _, err = run(*said("out"))
-    assert status == 0
+    _, err = succeeded(run(*said("out")))
     assert "solving: 1 of 2\n" in err
     assert "solving: 2 of 2\n" in err
     status, _, err = run(*said("again"), "--quiet")
@@ -68,18 +67,11 @@ def test_a_run_into_a_log_says_how_far_it_is_and_quiet_says_nothing(said, run):
 
 @pytest.mark.parametrize("more", [(), ("--quiet",)])
 def test_a_run_that_goes_on_says_so(more, said, run, monkeypatch):
-    solve = pruning.solve_block
-
-    def once(measured, **options):
-        if measured.index:
-            raise KeyboardInterrupt
-        return solve(measured, **options)
-
+    once = failing(pruning.solve_block, KeyboardInterrupt(), 2)
     with monkeypatch.context() as patch:
         patch.setattr(pruning, "solve_block", once)
         status, _, err = run(*said("out"), *more)
     assert status == 130
     assert "resuming" not in err
-    status, _, err = run(*said("out"), *more)
-    assert status == 0
+    _, err = succeeded(run(*said("out"), *more))
     assert "resuming: 1 of 2 blocks are done\n" in err

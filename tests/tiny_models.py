@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,6 +68,15 @@ def edit_config(folder: Path, *dropped: str, **changes) -> dict:
     return config
 
 
+def edit_weights(folder: Path, change) -> Path:
+    """Other tensors in the file of weights of a folder: changed in place, or all that are given."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    made = change(tensors)
+    save_file(made if isinstance(made, dict) else tensors, path, {"format": "pt"})
+    return folder
+
+
 def write_tokenizer(folder: Path) -> None:
     """One token per byte, ids from 2; 0 and 1 are the start and end."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -120,9 +129,15 @@ def logits(model, ids: torch.Tensor | None = None) -> torch.Tensor:
     return model(input_ids=ids, use_cache=False).logits
 
 
-def load(folder: Path, dtype: torch.dtype | None = None):
+def load(folder: Path, dtype: torch.dtype | None = None, **options):
     """What a user does with a written checkpoint."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", **options).eval()
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Two folders hold the same file of weights, to the byte."""
+    mine, theirs = ((folder / "model.safetensors").read_bytes() for folder in (one, other))
+    return mine == theirs
 
 
 def check_use(loaded, folder: Path) -> None:
@@ -134,10 +149,8 @@ def check_use(loaded, folder: Path) -> None:
     )
     assert torch.equal(cached, plain)
     loaded.save_pretrained(folder)
-    again = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, dtype=torch.float64
-    )
-    assert torch.equal(logits(again.eval()), logits(loaded))
+    again = load(folder, torch.float64, trust_remote_code=True)
+    assert torch.equal(logits(again), logits(loaded))
 
 
 def masked(dense, out):

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import coec
-import tiny_models as tm
 from coec.allocation.kept import KEPT, KeptUnits
 from coec.errors import OptionError, UnfinishedError
 from coec.experiments.grid import expand
@@ -23,16 +22,6 @@ from prunings import interrupt
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
 BRIEF = {"preset": "best", "reconstruct": 1, "prediction_passes": 1}
 UNITS = {"attention": [0, 2, 3], "mlp": [*range(3, 30)]}
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tm.token_file(tmp_path_factory.mktemp("text") / "tokens.npy")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """How many units stay: by kind of site, rounded to what others divide widths by."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -93,11 +92,10 @@ def test_what_was_not_asked_for_is_not_noted_as_missing():
     assert "nothing is removed at attention: 0.1 of 4" in plan(attention_sparsity=0.1).notes[0]
 
 
-def test_a_pruned_model_has_the_planned_widths(tmp_path):
-    model = tm.save(tm.tiny(), tmp_path / "model")
+def test_a_pruned_model_has_the_planned_widths(dense, tokens, tmp_path):
     report = coec.prune(
-        model, tmp_path / "out", sparsity=0.5, attention_sparsity=0, multiple_of=8, samples=4,
-        seq_len=32, calibration=tm.token_file(tmp_path / "t.npy"), preset="paper",
+        dense, tmp_path / "out", sparsity=0.5, attention_sparsity=0, multiple_of=8, samples=4,
+        seq_len=32, calibration=tokens, preset="paper",
     )  # fmt: skip
     loaded = tm.load(tmp_path / "out")
     assert loaded.config.intermediate_size == 24
@@ -105,8 +103,7 @@ def test_a_pruned_model_has_the_planned_widths(tmp_path):
     card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
     said = "0.5 of channels (channels rounded up, multiple_of = 8) and 0 of groups asked for"
     assert said in card
-    recipe = json.loads((tmp_path / "out/coec.json").read_text(encoding="utf-8"))["recipe"]
-    assert (recipe["multiple_of"], recipe["attention_sparsity"]) == ("8", 0)
+    assert (report.recipe["multiple_of"], report.recipe["attention_sparsity"]) == ("8", 0)
     assert report.plan["removed"]["attention"] == 0
 
 
@@ -118,7 +115,7 @@ def test_a_pruned_model_has_the_planned_widths(tmp_path):
         ({"multiple_of": "often"}, "or auto, got 'often'"),
         ({"multiple_of": 2.5}, "multiple_of must be text, got 2.5"),
         ({"multiple_of": True}, "multiple_of must be text, got True"),
-        ({"mlp_sparsity": 1.0}, "strictly between 0 and 1, got 1"),
+        ({"mlp_sparsity": 1.0}, "^mlp_sparsity is the fraction of units .* 0 and 1, got 1"),
         ({"attention_sparsity": -0.1}, "attention_sparsity must be at least 0 and finite"),
         ({"attention_sparsity": 30}, r"got 30 \(did you mean 0.3\?\)"),
         ({"attention_sparsity": 0, "mlp_sparsity": 0}, "attention, 0 of mlp takes nothing from"),

@@ -56,18 +56,14 @@ def test_chats_are_the_text_that_the_template_makes(suffix, style, dense, tmp_pa
     assert (found.chats, expected.chats) == (len(CHATS), 0)
 
 
-def test_the_report_says_that_chats_were_rendered(dense, tmp_path):
-    path = written(tmp_path / "chats.jsonl", rows_of("openai"))
-    report = coec.prune(dense, tmp_path / "out", calibration=str(path), samples=4, seq_len=16,
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_report_says_that_chats_were_rendered(in_memory, dense, tmp_path):
+    chats = rows_of("openai")
+    text = chats if in_memory else str(written(tmp_path / "chats.jsonl", chats))
+    report = coec.prune(dense, tmp_path / "out", calibration=text, samples=4, seq_len=16,
                         preset="fast")  # fmt: skip
     assert report.calibration["chats"] == len(CHATS)
     assert "40 chats were rendered by the tokenizer's chat template" in report.plan["notes"]
-
-
-def test_chats_of_a_data_set_in_memory(dense, tmp_path):
-    report = coec.prune(dense, tmp_path / "out", calibration=rows_of("openai"), samples=4,
-                        seq_len=16, preset="fast")  # fmt: skip
-    assert report.calibration["chats"] == len(CHATS)
 
 
 def test_a_template_that_fails_is_one_line(tmp_path):

@@ -18,6 +18,7 @@ from coec.errors import NumericalError
 from coec.events import recording
 from coec.settings import CoecOptions
 from coec.types import Convergence, Gram, KeptSet, SiteProblem
+from outcomes import raising
 from problems import attention, case, failing
 from tolerances import CLOSED_FORM
 
@@ -178,8 +179,7 @@ def test_where_nothing_can_be_gained_the_slice_stays_and_that_is_said(why):
     assert f"{why}: slice kept" in result.diagnostics["events"]
 
 
-def broken(*args, **kwargs):
-    raise NumericalError("no decomposition")
+broken = raising(NumericalError("no decomposition"))
 
 
 def test_a_descent_that_breaks_down_falls_back_to_rcpu(monkeypatch):

@@ -11,6 +11,7 @@ import problems
 from coec.compensation import frame, relative_errors
 from coec.compensation import objective as objective_module
 from coec.types import Gram, KeptSet, SiteResult
+from outcomes import raising
 
 pytestmark = pytest.mark.unchecked  # whole solves
 
@@ -171,10 +172,6 @@ def test_coec_above_the_slice_gives_way_to_rcpu(monkeypatch):
 def test_a_host_without_room_for_the_decomposition_says_so(monkeypatch):
     """A device without room leaves it to the host; the host has nobody."""
     W, gram, kept = problems.weight(8, 20), problems.gram("power law", 20), problems.kept(20, 14)
-
-    def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(objective_module, "root", full)
+    monkeypatch.setattr(objective_module, "root", raising(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
         coec.compensate(W, gram, kept)

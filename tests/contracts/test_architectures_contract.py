@@ -53,11 +53,10 @@ CHANNELS = {"mixtral": 32, "olmoe": 32, "qwen3_moe": 40}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Every variant on disk, made once."""
+def models(tmp_path_factory):
+    """Every variant on disk by its name, made once."""
     root = tmp_path_factory.mktemp("dense")
-    tokens = tm.token_file(root / "tokens.npy")
-    return {name: tm.save(tm.tiny(name), root / name) for name in tm.VARIANTS}, tokens
+    return {name: tm.save(tm.tiny(name), root / name) for name in tm.VARIANTS}
 
 
 def test_every_architecture_has_a_variant():
@@ -70,9 +69,8 @@ def test_every_architecture_has_a_variant():
     [(c, v) for v in tm.VARIANTS for c in COMPENSATIONS if v == "llama" or c in ("coec", "bias")],
 )
 def test_a_written_checkpoint_computes_the_masked_dense_model(
-    variant, compensation, folders, tmp_path
+    variant, compensation, models, tokens, tmp_path
 ):
-    models, tokens = folders
     options = {"coec": {"rounds": 1, "iterations": 5}}.get(compensation, {})
     settings = {**CONTRACT, "calibration": tokens, "compensation": compensation, **options}
     if compensation == "bias" and variant in BIASED:
@@ -113,9 +111,8 @@ LOADED = {**CONTRACT, "compensation": "ridge-to-slice"}
 
 
 @pytest.fixture(scope="module")
-def for_transformers(folders, tmp_path_factory):
+def for_transformers(models, tokens, tmp_path_factory):
     """Every variant as it is written where no loader is named, made when asked for."""
-    models, tokens = folders
 
     @functools.cache
     def made(variant):
@@ -129,9 +126,8 @@ def for_transformers(folders, tmp_path_factory):
 @pytest.mark.parametrize("target", ["vllm", "llama.cpp"])
 @pytest.mark.parametrize("variant", tm.VARIANTS)
 def test_the_type_written_for_a_loader_computes_the_same(
-    variant, target, folders, for_transformers, tmp_path
+    variant, target, models, tokens, for_transformers, tmp_path
 ):
-    models, tokens = folders
     settings = {**LOADED, "calibration": tokens}
     tried = tm.VARIANTS[variant]["model_type"] in LOADERS[TARGETS[target]].types
     if variant in UNLOADED[target] or not tried:
@@ -147,27 +143,23 @@ def test_the_type_written_for_a_loader_computes_the_same(
 
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)
-def test_removing_is_masking(variant, folders, tmp_path):
-    models, tokens = folders
+def test_removing_is_masking(variant, models, tokens, tmp_path):
     check_that_removing_is_masking(models[variant], tokens, tmp_path / "out")
 
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)
-def test_streamed_statistics_are_those_of_the_whole_model(variant, folders):
-    models, _ = folders
+def test_streamed_statistics_are_those_of_the_whole_model(variant, models):
     check_that_streamed_statistics_are_those_of_the_whole_model(models[variant])
 
 
 @pytest.mark.parametrize("variant", EXPERTS)
 @torch.no_grad()
-def test_statistics_of_an_expert_say_what_a_change_of_it_does_to_the_hidden_states(
-    variant, folders
-):
+def test_statistics_of_an_expert_say_what_a_change_of_it_does_to_the_hidden_states(variant, models):
     """What the block adds then differs by `tr(Δ G Δᵀ)`, whatever the router makes of its tokens."""
     ids = torch.randint(2, tm.VOCABULARY, (5, 32))
-    checkpoint = Dense.open(folders[0][variant])
+    checkpoint = Dense.open(models[variant])
     stream = DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=torch.float64)
-    measured, dense, outputs = list(stream.blocks()), tm.load(folders[0][variant]), []
+    measured, dense, outputs = list(stream.blocks()), tm.load(models[variant]), []
     tokens = 0
     for block in measured:
         module = dense.model.layers[block.index].mlp
@@ -207,8 +199,7 @@ def test_an_architecture_is_one_value(model_type, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ADDING)
-def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, folders):
-    models, tokens = folders
+def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, models, tokens):
     dense = Dense.open(models[variant])
     layers, states = embedded(dense, tokens)
     with torch.no_grad():
@@ -221,9 +212,8 @@ def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, folders
 
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)
-def test_the_function_of_a_block_gives_what_its_layer_gives(variant, folders):
+def test_the_function_of_a_block_gives_what_its_layer_gives(variant, models, tokens):
     """Of a model without weights, in batches of another size; each weight moves the outputs."""
-    models, tokens = folders
     dense = Dense.open(models[variant])
     layers, states = embedded(dense, tokens)
     without = Layers(dense, device=torch.device("cpu"), dtype=torch.float64)
@@ -246,9 +236,8 @@ def test_the_function_of_a_block_gives_what_its_layer_gives(variant, folders):
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma2", "phi3", "qwen3_moe"])
-def test_derivatives_of_a_block_are_its_differences(variant, folders):
+def test_derivatives_of_a_block_are_its_differences(variant, models, tokens):
     """To the digits that norms leave, which round to float32."""
-    models, tokens = folders
     dense = Dense.open(models[variant])
     layers, states = embedded(dense, tokens)
     block = dense.layout.blocks[-1]
@@ -275,9 +264,8 @@ def embedded(dense, tokens):
 
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)
-def test_a_trained_checkpoint_is_what_the_streams_ended_with(variant, folders, tmp_path):
+def test_a_trained_checkpoint_is_what_the_streams_ended_with(variant, models, tmp_path):
     """Loaded by stock transformers it predicts the held-out windows as the report says."""
-    models, _ = folders
     tokens = tm.token_file(tmp_path / "tokens.npy", rows=12, length=16)
     settings = {**CONTRACT, "samples": 12, "seq_len": 16, "calibration": tokens}
     report = coec.prune(
@@ -306,9 +294,8 @@ def test_a_trained_checkpoint_is_what_the_streams_ended_with(variant, folders, t
 
 
 @pytest.mark.parametrize("variant", [name for name in tm.VARIANTS if name not in ADDING])
-def test_errors_do_not_propagate_through_parts_that_cannot_be_told_apart(variant, folders):
+def test_errors_do_not_propagate_through_parts_that_cannot_be_told_apart(variant, models, tokens):
     """A preset that yields leaves that out, and says so; what was asked for is refused."""
-    models, tokens = folders
     settings = {**CONTRACT, "calibration": tokens}
     plan = coec.plan(models[variant], **settings | {"preset": "balanced"})
     [note] = [note for note in plan.notes if "inputs that the dense model has" in note]
@@ -322,8 +309,7 @@ def test_errors_do_not_propagate_through_parts_that_cannot_be_told_apart(variant
 
 
 @pytest.mark.parametrize("variant", WHOLE)
-def test_attention_that_cannot_lose_a_unit_is_not_asked_to(variant, folders, tmp_path):
-    models, tokens = folders
+def test_attention_that_cannot_lose_a_unit_is_not_asked_to(variant, models, tokens, tmp_path):
     plan = coec.plan(models[variant], **CONTRACT, calibration=tokens, attention_sparsity=0)
     assert any("attention keeps all KV groups: " in note for note in plan.notes)
     kv_heads = tm.raw_config(variant)["num_key_value_heads"]
@@ -332,13 +318,12 @@ def test_attention_that_cannot_lose_a_unit_is_not_asked_to(variant, folders, tmp
         coec.plan(models[variant], **CONTRACT, calibration=tokens, attention_sparsity=0.3)
 
 
-def test_a_fused_projection_is_only_another_slice(folders, tmp_path):
+def test_a_fused_projection_is_only_another_slice(models, tokens, tmp_path):
     """Phi-3 and Mistral compute the same: the one has in one matrix what the other has in several.
 
     So the same units go, and what is written of the one is what is written of the other, unless
     they are trained: the rate of a matrix follows its size.
     """
-    models, tokens = folders
     apart = tm.tiny("mistral")
     state = tm.load(models["phi3"]).state_dict()
     for layer in range(2):

@@ -15,22 +15,19 @@ pytestmark = pytest.mark.unchecked  # whole models
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("dense")
-    tokens = tm.token_file(root / "tokens.npy")
-    models = {
+    return {
         name: tm.save(tm.tiny(variant, **changes), root / name, tokenizer=False)
         for name, (variant, changes) in tm.UNUSUAL.items()
     }
-    return models, tokens
 
 
 @pytest.mark.parametrize("name", tm.UNUSUAL)
 @pytest.mark.parametrize("compensation", ["rcpu", "bias"])
 def test_a_written_checkpoint_computes_the_masked_dense_model(
-    name, compensation, folders, tmp_path
+    name, compensation, models, tokens, tmp_path
 ):
-    models, tokens = folders
     settings = {**CONTRACT, "calibration": tokens, "compensation": compensation}
     variant, changes = tm.UNUSUAL[name]
     if compensation == "bias" and (variant == "qwen3" or "sliding_window" in changes):
@@ -42,29 +39,28 @@ def test_a_written_checkpoint_computes_the_masked_dense_model(
 
 
 @pytest.mark.parametrize("name", tm.UNUSUAL)
-def test_streamed_statistics_are_those_of_the_whole_model(name, folders):
-    check_that_streamed_statistics_are_those_of_the_whole_model(folders[0][name])
+def test_streamed_statistics_are_those_of_the_whole_model(name, models):
+    check_that_streamed_statistics_are_those_of_the_whole_model(models[name])
 
 
-def test_sizes_that_old_configurations_leave_out_are_inferred(folders, tmp_path):
+def test_sizes_that_old_configurations_leave_out_are_inferred(tokens, tmp_path):
     """As Llama 1: no head size, and a group for every head."""
     model = tm.tiny("llama", num_key_value_heads=8)
     dense = tm.save(model, tmp_path / "dense", tokenizer=False)
     tm.edit_config(dense, "head_dim", "num_key_value_heads")
-    report = coec.prune(dense, tmp_path / "out", **CONTRACT, calibration=folders[1],
-                        compensation="rcpu")  # fmt: skip
+    settings = {**CONTRACT, "calibration": tokens, "compensation": "rcpu"}
+    report = coec.prune(dense, tmp_path / "out", **settings)
     assert report.plan["widths"]["kv_groups"] == {"before": 8, "after": 6}
     check_that_a_written_checkpoint_is_the_masked_model(dense, tmp_path / "out")
 
 
 @pytest.mark.parametrize("sparsity", [0.025, 0.25, 0.5, 0.75, 0.99])
 @pytest.mark.parametrize("compensation", ["least-squares", "coec"])
-def test_every_sparsity_gives_a_model(sparsity, compensation, folders, tmp_path):
+def test_every_sparsity_gives_a_model(sparsity, compensation, tokens, tmp_path):
     dense = tm.save(tm.tiny("llama"), tmp_path / "dense", tokenizer=False)
     options = {"rounds": 1} if compensation == "coec" else {}
-    settings = {**CONTRACT, "sparsity": sparsity}
-    report = coec.prune(dense, tmp_path / "out", calibration=folders[1],
-                        compensation=compensation, **settings, **options)  # fmt: skip
+    settings = {**CONTRACT, "sparsity": sparsity, "compensation": compensation, **options}
+    report = coec.prune(dense, tmp_path / "out", calibration=tokens, **settings)
     assert report.plan["widths"]["mlp"]["after"] == max(1, 40 - int(sparsity * 40))
     assert report.plan["widths"]["kv_groups"]["after"] == max(1, 4 - int(sparsity * 4))
     check_that_a_written_checkpoint_is_the_masked_model(dense, tmp_path / "out")

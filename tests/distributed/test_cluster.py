@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import coec
-import tiny_models as tm
 from coec.distributed import cluster as module
 from coec.distributed import workers
 from coec.distributed.cluster import Cluster, ClusterJobs, joined, shared_folder
 from coec.errors import CoecError, OptionError
 from coec.events import recording
+from outcomes import check_refused
 
 
 def cluster(*nodes):
@@ -59,9 +59,8 @@ def test_settings_of_a_cluster_need_one(tmp_path, run):
     for name, value in (("address", "auto"), ("workers", 2)):
         with pytest.raises(OptionError, match=f"{name} has no effect with executor = here"):
             coec.Recipe(**{name: value})
-    status, _, said = run("prune", "model", tmp_path / "out", "--workers", "2")
-    assert status == 1
-    assert "workers has no effect with executor = here" in said
+    answer = run("prune", "model", tmp_path / "out", "--workers", "2")
+    check_refused(answer, "workers has no effect with executor = here")
 
 
 def test_workers_take_half_of_a_gpu_or_of_a_process_and_leave_room_for_a_block():
@@ -167,13 +166,11 @@ def test_what_is_not_shared_is_seen_by_nobody(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_one_process_does_is_not_handed_out(tmp_path):
-    model = tm.save(tm.tiny("llama", torch.float32), tmp_path / "model")
-    tokens = tm.token_file(tmp_path / "tokens.npy")
-    coec.collect(model, tmp_path / "stats", calibration=tokens, samples=4, seq_len=32)
+def test_what_one_process_does_is_not_handed_out(dense, tokens, tmp_path):
+    coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=4, seq_len=32)
     how = {"statistics": tmp_path / "stats", "executor": "ray", "preset": "paper"}
     with pytest.raises(OptionError, match="executor = ray has no effect with statistics"):
-        coec.prune(model, tmp_path / "out", **how)
+        coec.prune(dense, tmp_path / "out", **how)
 
 
 def test_only_what_is_unfinished_is_cancelled():

@@ -53,9 +53,7 @@ def three_numbers(angles):
 def test_angles_are_those_of_the_definition(seed):
     W0, C = problems.weight(M, D, seed), problems.weight(M, K, seed + 50)
     found = compare_frames(W0, KEPT, C, R)
-    V_full, V_P, V_C = (
-        np.linalg.svd(W.numpy())[2][:R].T for W in (W0, W0[:, KEPT.indices], C)
-    )  # fmt: skip
+    V_full, V_P, V_C = (np.linalg.svd(W.numpy())[2][:R].T for W in (W0, W0[:, KEPT.indices], C))
     O = V_full[KEPT.indices.numpy()]  # noqa: E741  # the paper's name
     for measured, pair in {
         found.original_pruned: (O, V_P),

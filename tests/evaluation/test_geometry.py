@@ -16,11 +16,12 @@ from coec.evaluation.frames import compare_frames
 from coec.evaluation.geometry import MEASURES, oddities, summarize
 from coec.models.dense import Dense
 from coec.types import KeptSet
+from outcomes import raising
 
 
 @pytest.fixture(scope="module")
-def rows(dense_folder, pruned_folder):
-    return coec.geometry(dense_folder, pruned_folder, ranks={"attention": 4, "mlp": 8})
+def rows(dense, pruned_folder):
+    return coec.geometry(dense, pruned_folder, ranks={"attention": 4, "mlp": 8})
 
 
 def test_every_pruned_module_has_a_row(rows):
@@ -33,9 +34,9 @@ def test_every_pruned_module_has_a_row(rows):
     json.dumps(rows, allow_nan=False)
 
 
-def test_a_row_is_the_comparison_of_the_stored_weights(rows, dense_folder, pruned_folder):
+def test_a_row_is_the_comparison_of_the_stored_weights(rows, dense, pruned_folder):
     """Heads of four columns, two query heads to a KV group; values repeated per query head."""
-    dense, pruned = Dense.open(dense_folder), Dense.open(pruned_folder)
+    dense, pruned = Dense.open(dense), Dense.open(pruned_folder)
     attention = "model.layers.1.self_attn"
     stored = json.loads((pruned_folder / "coec.json").read_text())
     assert stored["recipe"]["options"]["r_p"] == 4
@@ -53,9 +54,9 @@ def test_a_row_is_the_comparison_of_the_stored_weights(rows, dense_folder, prune
     assert dataclasses.asdict(expected).items() <= rows[2].items()
 
 
-def test_trained_producers_are_compared_and_said(dense_folder, trained_folder, rows):
+def test_trained_producers_are_compared_and_said(dense, trained_folder, rows):
     """O and P are of the dense model alone; the penalty would be of values that are no longer."""
-    trained = coec.geometry(dense_folder, trained_folder, ranks={"attention": 4, "mlp": 8})
+    trained = coec.geometry(dense, trained_folder, ranks={"attention": 4, "mlp": 8})
     assert [row["module"] for row in trained] == [row["module"] for row in rows]
     assert all(row["reads_fitted"] and row["penalty"] is None for row in trained)
     assert not any(row["reads_fitted"] for row in rows)
@@ -65,20 +66,18 @@ def test_trained_producers_are_compared_and_said(dense_folder, trained_folder, r
     assert "4 of 4 modules" in note
 
 
-def test_nothing_compensated_nothing_turned(dense_folder, tmp_path):
-    tokens = tm.token_file(tmp_path / "tokens.npy")
-    coec.prune(dense_folder, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
+def test_nothing_compensated_nothing_turned(dense, tokens, tmp_path):
+    coec.prune(dense, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
                compensation="none", preset="paper")  # fmt: skip
-    for row in coec.geometry(dense_folder, tmp_path / "out", ranks={"attention": 4, "mlp": 8}):
+    for row in coec.geometry(dense, tmp_path / "out", ranks={"attention": 4, "mlp": 8}):
         assert row["pruned_compensated"]["greatest"] < 1e-6
         assert row["discrepancy"] == pytest.approx(0, abs=1e-12)
         assert row["original_pruned"] == row["original_compensated"]
 
 
-def test_a_site_that_keeps_everything_is_left_out(tmp_path):
+def test_a_site_that_keeps_everything_is_left_out(tokens, tmp_path):
     network = tm.tiny("llama", torch.float32, num_attention_heads=2, num_key_value_heads=1)
     dense = tm.save(network, tmp_path / "dense")
-    tokens = tm.token_file(tmp_path / "tokens.npy")
     coec.prune(dense, tmp_path / "out", calibration=tokens, samples=24, seq_len=32, rounds=1,
                preset="paper")  # fmt: skip
     rows = coec.geometry(dense, tmp_path / "out", ranks={"mlp": 4})
@@ -86,17 +85,13 @@ def test_a_site_that_keeps_everything_is_left_out(tmp_path):
     assert summarize(rows).keys() == {"mlp"}
 
 
-def test_progress_and_errors_name_the_module(dense_folder, pruned_folder, monkeypatch):
+def test_progress_and_errors_name_the_module(dense, pruned_folder, monkeypatch):
     told = []
-    coec.geometry(dense_folder, pruned_folder, progress=lambda *step: told.append(step))
+    coec.geometry(dense, pruned_folder, progress=lambda *step: told.append(step))
     assert told == [("geometry", i, 4) for i in range(1, 5)]
-
-    def failing(*args, **kwargs):
-        raise NumericalError("no luck")
-
-    monkeypatch.setattr(module, "compare_frames", failing)
+    monkeypatch.setattr(module, "compare_frames", raising(NumericalError("no luck")))
     with pytest.raises(NumericalError, match=r"model.layers.0.self_attn.o_proj: no luck"):
-        coec.geometry(dense_folder, pruned_folder)
+        coec.geometry(dense, pruned_folder)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_a_run_decodes_what_transformers_generates(variant):
     assert decoding > 0
 
 
-def test_the_models_take_turns_and_swap_their_order(dense_folder, pruned_folder, monkeypatch):
+def test_the_models_take_turns_and_swap_their_order(dense, pruned_folder, monkeypatch):
     ran = []
 
     def timed(model, prompt, new_tokens):
@@ -40,9 +40,7 @@ def test_the_models_take_turns_and_swap_their_order(dense_folder, pruned_folder,
 
     monkeypatch.setattr(module, "run_once", timed)
     told = []
-    found = coec.speed(
-        dense_folder, pruned_folder, load=SMALL, progress=lambda *step: told.append(step)
-    )
+    found = coec.speed(dense, pruned_folder, load=SMALL, progress=lambda *step: told.append(step))
     assert ran == [(width, (2, 12), 5) for width in (40, 28, 28, 40, 40, 28, 28, 40)]
     assert told == [("timing", i, 4) for i in range(1, 5)]
     # Runs 3 to 8 count, the first two are the warm-up.
@@ -59,8 +57,8 @@ def test_rates_are_medians_and_pairs():
     assert rates.paired == Spread(1.5, 1.0, 3.0)
 
 
-def test_a_measurement_on_the_cpu(dense_folder, pruned_folder):
-    found = coec.speed(dense_folder, pruned_folder, load=SMALL, device="cpu", dtype="float64")
+def test_a_measurement_on_the_cpu(dense, pruned_folder):
+    found = coec.speed(dense, pruned_folder, load=SMALL, device="cpu", dtype="float64")
     for rates in (found.prefill, found.decode):
         for spread in (rates.dense, rates.pruned, rates.paired):
             assert 0 < spread.least <= spread.median <= spread.greatest
@@ -70,17 +68,17 @@ def test_a_measurement_on_the_cpu(dense_folder, pruned_folder):
     json.dumps(found.as_dict(), allow_nan=False)
 
 
-def test_a_prompt_is_as_long_as_the_model_allows(dense_folder, pruned_folder):
+def test_a_prompt_is_as_long_as_the_model_allows(dense, pruned_folder):
     asked = Workload(new_tokens=4, repeats=1, warmup=0)
-    found = coec.speed(dense_folder, pruned_folder, load=asked)
+    found = coec.speed(dense, pruned_folder, load=asked)
     assert found.load.prompt_tokens == tm.POSITIONS - 4
     assert "60 tokens instead of 512" in oddities(found, asked)[0]
     with pytest.raises(OptionError, match="new_tokens=64 leaves no room .* 64 positions; use 63"):
-        coec.speed(dense_folder, pruned_folder, load=Workload(new_tokens=64))
+        coec.speed(dense, pruned_folder, load=Workload(new_tokens=64))
 
 
-def test_odd_rates_are_named(dense_folder, pruned_folder):
-    found = coec.speed(dense_folder, pruned_folder, load=SMALL)
+def test_odd_rates_are_named(dense, pruned_folder):
+    found = coec.speed(dense, pruned_folder, load=SMALL)
     quiet = replace(
         found, prefill=Rates.of([1.0] * 3, [1.5] * 3), decode=Rates.of([1.0] * 3, [1.2] * 3)
     )
@@ -113,9 +111,9 @@ def test_bad_settings_are_refused_before_a_model_is_opened():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="peak memory needs a CUDA device")
-def test_peak_memory_on_cuda(dense_folder, pruned_folder):
-    found = coec.speed(dense_folder, pruned_folder, load=SMALL, device="cuda")
-    cost = coec.efficiency(dense_folder, pruned_folder)
+def test_peak_memory_on_cuda(dense, pruned_folder):
+    found = coec.speed(dense, pruned_folder, load=SMALL, device="cuda")
+    cost = coec.efficiency(dense, pruned_folder)
     assert found.memory_note is None
     assert found.peak_memory_dense > cost.dense.weight_bytes
     assert found.peak_memory_dense > found.peak_memory_pruned > cost.pruned.weight_bytes

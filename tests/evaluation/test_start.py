@@ -25,11 +25,6 @@ def dense(tmp_path_factory):
     return tm.begin_texts(folder)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return tm.text_file(tmp_path_factory.mktemp("text") / "text.txt")
-
-
 def measured(model, text, **settings):
     return coec.perplexity(model, text, seq_len=SEQ_LEN, dtype="float64", **settings)
 

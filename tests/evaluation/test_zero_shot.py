@@ -21,6 +21,7 @@ from coec.evaluation import harness
 from coec.evaluation import zero_shot as module
 from coec.evaluation.harness import official_tasks
 from coec.evaluation.zero_shot import TaskScore
+from outcomes import WORK, one_line, raising
 
 pytestmark = pytest.mark.usefixtures("few_tasks")
 ROWS = {
@@ -118,19 +119,14 @@ def data(tmp_path):
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    def loaded(*args, **kwargs):
-        raise AssertionError("work had begun")
-
-    monkeypatch.setattr(module, "load_network", loaded)
+    monkeypatch.setattr(module, "load_network", raising(WORK))
 
 
 @pytest.fixture
 def unplugged(monkeypatch):
-    def connect(*args, **kwargs):
-        raise AssertionError("the network was asked")
-
-    monkeypatch.setattr("socket.socket.connect", connect)
-    monkeypatch.setattr("socket.getaddrinfo", connect)
+    asked = raising(AssertionError("the network was asked"))
+    monkeypatch.setattr("socket.socket.connect", asked)
+    monkeypatch.setattr("socket.getaddrinfo", asked)
 
 
 @pytest.mark.usefixtures("unplugged")
@@ -147,9 +143,8 @@ def test_scores_are_those_of_the_naive_loop(batch_size, folder, data, capfd):
         has_norm = score.task in ("arc_easy", "hellaswag")
         assert score.acc == expected["acc"], score.task
         assert score.acc_norm == (expected["acc_norm"] if has_norm else None), score.task
-        assert (score.metric, score.value) == (
-            ("acc_norm", score.acc_norm) if has_norm else ("acc", score.acc)
-        )
+        assert score.metric == ("acc_norm" if has_norm else "acc")
+        assert score.value == getattr(score, score.metric)
         assert score.items == len(ROWS[score.task])
         assert score.data == hashlib.sha256((data / f"{score.task}.jsonl").read_bytes()).hexdigest()
         n, p = score.items, score.value
@@ -163,9 +158,8 @@ def test_the_mean_is_over_the_metrics_of_the_paper_and_the_record_says_what_was_
     result = coec.zero_shot(folder, "boolq, arc_easy,boolq", tasks_data=data)
     boolq, arc = result.tasks
     assert result.mean == pytest.approx((boolq.acc + arc.acc_norm) / 2)
-    assert result.mean_stderr == pytest.approx(
-        math.sqrt(boolq.acc_stderr**2 + arc.acc_norm_stderr**2) / 2
-    )
+    stderr = math.sqrt(boolq.acc_stderr**2 + arc.acc_norm_stderr**2) / 2
+    assert result.mean_stderr == pytest.approx(stderr)
     assert boolq.chance == 1 / 2
     assert arc.chance == pytest.approx((1 / 3 + 1 / 4 + 1 / 3) / 3)
     assert (boolq.majority, arc.majority) == (1 / 2, None)
@@ -204,9 +198,7 @@ def test_requests_beyond_the_window_are_cut_and_counted(folder, data):
         coec.zero_shot(folder, "boolq", tasks_data=data, seq_len=3)
 
 
-SCORE = TaskScore(
-    "task", "1", 100, "acc", 0.5, 0.05, 0.5, 0.05, None, None, 0.5, None, {}, "hub"
-)  # fmt: skip
+SCORE = TaskScore("task", "1", 100, "acc", 0.5, 0.05, 0.5, 0.05, None, None, 0.5, None, {}, "hub")
 
 
 @pytest.mark.parametrize(
@@ -252,9 +244,8 @@ def test_the_mean_is_compared_with_guessing_over_all_tasks():
     ],
 )
 def test_tasks_and_settings_are_checked_before_the_model_is_loaded(tasks, settings, match, folder):
-    with pytest.raises(OptionError, match=match) as caught:
+    with one_line(OptionError, match=match):
         coec.zero_shot(folder, tasks, **settings)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -272,9 +263,8 @@ def test_a_file_that_is_missing_is_named_with_those_that_are_there(folder, data,
 @pytest.mark.parametrize("content", ['{"text": "a"}\n', "not json", ""])
 def test_a_file_of_another_form_is_named(content, folder, data, capfd):
     (data / "boolq.jsonl").write_text(content)
-    with pytest.raises(CalibrationError, match=r"boolq.jsonl' does not fit lm-eval's task") as e:
+    with one_line(CalibrationError, match=r"boolq.jsonl' does not fit lm-eval's task"):
         coec.zero_shot(folder, "boolq", tasks_data=data)
-    assert "\n" not in str(e.value)
     assert capfd.readouterr().err == ""
 
 
@@ -310,12 +300,8 @@ def test_without_lm_eval_it_says_what_to_install(folder, monkeypatch):
 
 @pytest.mark.usefixtures("unloaded")
 def test_a_hub_out_of_reach_says_what_to_give_instead(folder, monkeypatch):
-    import datasets
-
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("Couldn't reach the hub\nand more")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    unreachable = ConnectionError("Couldn't reach the hub\nand more")
+    monkeypatch.setattr("datasets.load_dataset", raising(unreachable))
     with pytest.raises(
         CalibrationError, match=r"task 'boolq' .*\(Couldn't reach the hub\).*tasks_data=DIR"
     ):
@@ -388,10 +374,9 @@ def test_an_answer_that_is_missing_or_hidden_is_refused(task, row, change, match
     else:
         rows[row - 1] |= change
     put(data, task, rows)
-    with pytest.raises(CalibrationError, match=match) as caught:
+    with one_line(CalibrationError, match) as caught:
         coec.zero_shot(folder, task, tasks_data=data)
     assert task in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_only_the_rows_that_are_asked_need_answers(folder, data):

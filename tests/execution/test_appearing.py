@@ -1,8 +1,5 @@
 """A file that appears whole or not at all."""
 
-import fcntl
-import os
-
 import pytest
 
 from coec.errors import OutputError
@@ -77,24 +74,6 @@ def test_an_unfinished_run_into_a_folder_of_that_name_is_kept(out):
     with pytest.raises(OutputError, match="holds an unfinished run into a folder"):
         write(out)
     assert (out.parent / "model.gguf.partial" / JOURNAL).read_text() == "finished pieces"
-
-
-def test_a_link_is_not_followed(out, tmp_path):
-    target = tmp_path / "precious"
-    target.write_bytes(b"")
-    (partial(out) / NEW).symlink_to(target)
-    with pytest.raises(OutputError, match="that is a link"):
-        write(out)
-    assert target.read_bytes() == b""
-
-
-def test_two_runs_do_not_write_the_same_file(out):
-    other = os.open(partial(out) / LOCK, os.O_RDWR)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(OutputError, match="another run is writing"):
-        write(out)
-    os.close(other)
-    write(out)
 
 
 def test_what_is_there_stays_without_force(out):

@@ -11,8 +11,14 @@ from coec.events import recording
 from coec.execution import journal as module
 from coec.execution.journal import encode_line, journal, unfinished
 from coec.execution.output import JOURNAL, LOCK, NEW, WORK
+from outcomes import raising
 
 ASKED = {"sparsity": 0.3, "statistics": {"samples": 64, "model": "a" * 64}}
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
 
 
 def text(words):
@@ -37,8 +43,16 @@ def refused(out, match, identity=ASKED, error=OutputError):
         raise AssertionError("work had begun")
 
 
-def full(*arguments):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def gone_on(out, there=(), missing=()):
+    """The run goes on to its end, with some pieces and without others; returns the events."""
+    with recording() as events, journal(out, ASKED) as done:
+        assert all(name in done for name in there)
+        assert not any(name in done for name in missing)
+        done.complete()
+    return events
+
+
+full = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
 def killed_while_it_tidied_up(folder, monkeypatch):
@@ -88,9 +102,7 @@ def test_other_errors_keep_what_is_finished_and_say_so(error, tmp_path):
         done.put("one", done.new / "one", text("one"))
         raise error("stop")
     assert caught.value.__notes__ == [f"what is finished is kept in '{tmp_path / 'out.partial'}'"]
-    with journal(tmp_path / "out", ASKED) as done:
-        assert "one" in done
-        done.complete()
+    gone_on(tmp_path / "out", ["one"])
 
 
 @pytest.mark.parametrize(
@@ -105,8 +117,7 @@ def test_other_errors_keep_what_is_finished_and_say_so(error, tmp_path):
         (None, r"something else \(by another command\)"),
     ],
 )
-def test_a_run_that_was_asked_for_something_else_is_named(changes, said, tmp_path):
-    out = tmp_path / "out"
+def test_a_run_that_was_asked_for_something_else_is_named(changes, said, out, tmp_path):
     other = {"recovery": {"tokens": 1}, "pruned": "c", **dict.fromkeys("abcdefgh", 1)}
     asked = other if changes is None else ASKED | changes
     interrupted(out, ["one"])
@@ -133,8 +144,7 @@ def test_a_run_without_pieces_hinders_no_other(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])
-def test_a_torn_last_line_is_a_piece_that_was_not_finished(cut, tmp_path):
-    out = tmp_path / "out"
+def test_a_torn_last_line_is_a_piece_that_was_not_finished(cut, out, tmp_path):
     interrupted(out, ["one", "two"])
     path = tmp_path / "out.partial" / JOURNAL
     path.write_bytes(path.read_bytes()[:-cut])
@@ -157,8 +167,7 @@ def test_a_torn_last_line_is_a_piece_that_was_not_finished(cut, tmp_path):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_damaged_journal_is_refused_by_its_line(line, number, tmp_path):
-    out = tmp_path / "out"
+def test_a_damaged_journal_is_refused_by_its_line(line, number, out, tmp_path):
     interrupted(out, ["one"])
     path = tmp_path / "out.partial" / JOURNAL
     lines = path.read_text().splitlines()
@@ -170,9 +179,8 @@ def test_a_damaged_journal_is_refused_by_its_line(line, number, tmp_path):
         done.complete()
 
 
-def test_a_line_that_says_something_else_than_what_was_written_is_refused(tmp_path):
+def test_a_line_that_says_something_else_than_what_was_written_is_refused(out, tmp_path):
     """What was recorded goes into the report, and no other file vouches for it."""
-    out = tmp_path / "out"
     interrupted(out, ["one", "two"])
     path = tmp_path / "out.partial" / JOURNAL
     path.write_text(path.read_text().replace('"size": 3', '"size": 4', 1))
@@ -181,26 +189,20 @@ def test_a_line_that_says_something_else_than_what_was_written_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize("damage", [lambda p: p.write_text("eno"), lambda p: p.write_text("")])
-def test_a_piece_whose_file_was_changed_is_made_again(damage, tmp_path):
-    out = tmp_path / "out"
+def test_a_piece_whose_file_was_changed_is_made_again(damage, out, tmp_path):
     interrupted(out, ["one", "two"])
     damage(tmp_path / "out.partial/new/one")
-    with recording() as events, journal(out, ASKED) as done:
-        assert "one" not in done
-        assert "two" in done
-        done.complete()
+    events = gone_on(out, ["two"], ["one"])
     assert "is not what was written: it is made again" in events[0]
     assert listing(out) == ["two"]
 
 
-def test_files_that_nobody_recorded_go(tmp_path):
-    out = tmp_path / "out"
+def test_files_that_nobody_recorded_go(out, tmp_path):
     interrupted(out, ["one"])
     (tmp_path / "out.partial/new/half.writing").write_text("")
     (tmp_path / f"out.partial/{WORK}/x").mkdir(parents=True)
     (tmp_path / f"out.partial/{WORK}/x/y").write_text("")
-    with journal(out, ASKED) as done:
-        done.complete()
+    gone_on(out)
     assert listing(tmp_path) == ["out/one"]
 
 
@@ -222,8 +224,7 @@ def test_what_appeared_instead_is_not_taken_for_the_result(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("when", ["write", "sync", "rename"])
-def test_a_full_disk_keeps_what_is_finished(when, tmp_path, monkeypatch):
-    out = tmp_path / "out"
+def test_a_full_disk_keeps_what_is_finished(when, out, tmp_path, monkeypatch):
     with (  # noqa: PT012
         pytest.raises(OutputError, match="No space left on device; make room"),
         journal(out, ASKED) as done,
@@ -247,21 +248,16 @@ def test_a_disk_that_was_full_from_the_start_has_nothing_left_on_it(tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_there_is_not_thrown_away_by_an_interrupt_while_it_is_read(tmp_path, monkeypatch):
-    out = tmp_path / "out"
+def test_what_is_there_is_not_thrown_away_by_an_interrupt_while_it_is_read(
+    out, tmp_path, monkeypatch
+):
     interrupted(out, ["one"])
-
-    def interrupt(line):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, "seal", interrupt)
+        patch.setattr(module, "seal", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt) as caught, journal(out, ASKED):
             raise AssertionError("work had begun")
     assert caught.value.__notes__ == [f"what is finished is kept in '{tmp_path / 'out.partial'}'"]
-    with journal(out, ASKED) as done:
-        assert "one" in done
-        done.complete()
+    gone_on(out, ["one"])
 
 
 def test_after_a_run_that_was_finished_another_one_may_be_asked_for(tmp_path, monkeypatch):
@@ -271,16 +267,11 @@ def test_after_a_run_that_was_finished_another_one_may_be_asked_for(tmp_path, mo
     assert listing(tmp_path) == ["out/one"]
 
 
-def test_removed_pieces_are_made_again_without_a_word(tmp_path):
-    out = tmp_path / "out"
+def test_removed_pieces_are_made_again_without_a_word(out):
     with pytest.raises(KeyboardInterrupt), journal(out, ASKED) as done:  # noqa: PT012
         done.put("one", done.work / "one", text("one"))
         done.put("two", done.work / "two", text("two"))
         done.remove("one")
         assert "one" not in done
         raise KeyboardInterrupt
-    with recording() as events, journal(out, ASKED) as done:
-        assert "one" not in done
-        assert "two" in done
-        done.complete()
-    assert events == []
+    assert gone_on(out, ["two"], ["one"]) == []

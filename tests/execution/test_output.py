@@ -21,6 +21,7 @@ from coec.execution import output as module
 from coec.execution.journal import journal
 from coec.execution.output import JOURNAL, LOCK, check_output, check_space, claimed
 from coec.models.folder import carry_files, foreign_entry
+from outcomes import WORK, one_line, raising
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ WHOLE = ["out", "out/config.json", "out/model.safetensors"]
 def refused(match, run):
     """A run that may not begin."""
     with pytest.raises(OutputError, match=match), run:
-        raise AssertionError("work had begun")
+        raise WORK
 
 
 @pytest.mark.parametrize("error", [RuntimeError, OSError, KeyboardInterrupt, SystemExit])
@@ -108,10 +109,7 @@ def test_a_model_is_replaced_when_that_is_asked_for(old, tmp_path):
 
 
 def test_an_exchange_that_fails_puts_the_old_folder_back(old, tmp_path, monkeypatch):
-    def rename(source, target):
-        raise OSError("no")
-
-    monkeypatch.setattr(module.os, "rename", rename)
+    monkeypatch.setattr(module.os, "rename", raising(OSError("no")))
     with pytest.raises(OutputError, match="could not write"), new_folder(old, force=True) as folder:
         fill(folder)
     assert (old / "model.safetensors").read_text() == "old"
@@ -214,10 +212,7 @@ def test_a_link_to_a_place_of_another_name_is_not_ours(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_an_event(code, tmp_path, monkeypatch):
-    def flock(*arguments):
-        raise OSError(code, "no locks")
-
-    monkeypatch.setattr(module.fcntl, "flock", flock)
+    monkeypatch.setattr(module.fcntl, "flock", raising(OSError(code, "no locks")))
     with recording() as events, new_folder(tmp_path / "out") as folder:
         fill(folder)
     assert "has no locks (no locks)" in events[0]
@@ -225,10 +220,8 @@ def test_a_file_system_without_locks_is_an_event(code, tmp_path, monkeypatch):
 
 
 def test_a_place_that_may_not_be_written_is_an_error_of_the_output(tmp_path, monkeypatch):
-    def denied(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(module.Path, "mkdir", denied)
+    denied = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(module.Path, "mkdir", raising(denied))
     refused("could not write .*Permission denied", new_folder(tmp_path / "new/out"))
     assert not list(tmp_path.iterdir())
 
@@ -354,9 +347,8 @@ def test_where_no_output_can_be_it_is_refused(out, match, model, tmp_path):
     (tmp_path / "link").symlink_to(model)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=match) as caught:
+    with one_line(OutputError, match=match):
         check_output(tmp_path / out, model, force=True)
-    assert "\n" not in str(caught.value)
 
 
 def test_an_empty_folder_may_be_filled_and_a_model_replaced(model, original, tmp_path):

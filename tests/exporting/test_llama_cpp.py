@@ -10,7 +10,7 @@ import pytest
 import torch
 from llama import Llama
 from transformers import AutoTokenizer
-from variants import HELD
+from variants import HELD, UNIT, YARN
 
 import coec
 import tiny_models as tm
@@ -25,9 +25,6 @@ LENGTH, STEPS = 60, 20
 WINDOW = 8
 SETTINGS = {"preset": "paper", "sparsity": 0.3, "samples": 24, "seq_len": 32}
 LLAMA_3 = tm.VARIANTS["llama rope"]["rope_scaling"]
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-UNIT = {"attention_multiplier": 0.5, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
-        "logits_scaling": 1.0}  # fmt: skip
 MODELS = {variant: (variant, {}) for variant in HELD} | {
     "linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "yarn": ("llama", {"rope_scaling": YARN, "head_dim": 16}),
@@ -54,11 +51,6 @@ TEXTS = [
 def _built():
     why = "needs llama-cpp-python, which `make gguf` builds"
     pytest.importorskip("llama_cpp", reason=why, exc_type=ImportError)
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
 
 
 def random_ids(vocabulary, length):
@@ -123,8 +115,7 @@ OWN_WIDTHS = {
 
 @pytest.mark.parametrize("compensation", ["none", "bias"])
 @pytest.mark.parametrize(
-    "variant",
-    ["llama", "llama tied", "llama biases", "llama rope", "mistral", "qwen2", "seed_oss"],
+    "variant", ["llama", "llama tied", "llama biases", "llama rope", "mistral", "qwen2", "seed_oss"]
 )
 def test_widths_by_block_compute_the_same(variant, compensation, tokens, tmp_path):
     dense = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")

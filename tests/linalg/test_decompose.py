@@ -9,6 +9,7 @@ from coec.errors import NumericalError
 from coec.events import recording
 from coec.linalg import decompose
 from coec.linalg.decompose import eigh, svd
+from outcomes import raising
 
 
 def test_they_are_torchs_when_nothing_fails():
@@ -21,8 +22,7 @@ def test_they_are_torchs_when_nothing_fails():
     assert events == []
 
 
-def fail(*args, **kwargs):
-    raise RuntimeError("the algorithm failed to converge\nmore")
+fail = raising(RuntimeError("the algorithm failed to converge\nmore"))
 
 
 def test_when_torch_fails_numpy_answers_and_an_event_says_so(monkeypatch):

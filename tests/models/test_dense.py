@@ -15,6 +15,7 @@ from coec.errors import ModelError
 from coec.models import dense as module
 from coec.models.dense import Dense, Prefetcher
 from coec.models.files import INDEX
+from outcomes import one_line
 
 CPU = torch.device("cpu")
 
@@ -37,12 +38,6 @@ def originals(tmp_path_factory):
 def model(originals, tmp_path):
     """A copy to spoil."""
     return shutil.copytree(originals("llama"), tmp_path / "model")
-
-
-def rewrite(model, change):
-    weights = load_file(model / "model.safetensors")
-    change(weights)
-    save_file(weights, model / "model.safetensors")
 
 
 def split(model):
@@ -123,7 +118,7 @@ def test_an_index_that_is_none_is_named(content, model):
 def test_of_mixed_dtypes_that_is_taken_which_holds_all(dtypes, holding, flip, model):
     one, two = (getattr(torch, name) for name in (dtypes[::-1] if flip else dtypes))
 
-    rewrite(model, lambda w: w.update({n: w[n].to(two if "norm" in n else one) for n in w}))
+    tm.edit_weights(model, lambda w: w.update({n: w[n].to(two if "norm" in n else one) for n in w}))
     dense = Dense.open(model)
     assert dense.dtype == getattr(torch, holding)
     assert bool(dense.notes) == ("float16" in dtypes)
@@ -136,7 +131,7 @@ def test_tensors_that_the_model_does_not_store_are_let_pass(model):
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.full((2,), torch.nan),
         "position_ids": torch.arange(4),
     }
-    rewrite(model, lambda weights: weights.update(unread))
+    tm.edit_weights(model, lambda weights: weights.update(unread))
     assert Dense.open(model).dtype == torch.float32
 
 
@@ -144,7 +139,7 @@ def test_tensors_that_the_model_does_not_store_are_let_pass(model):
 def test_layers_that_draft_tokens_are_left_out(variant, tmp_path):
     """Releases of these families have them after the last; transformers does not read them."""
     tm.tiny(variant, torch.float32).save_pretrained(tmp_path)
-    rewrite(tmp_path, lambda w: w.update({"model.layers.2.enorm.weight": torch.ones(32)}))
+    tm.edit_weights(tmp_path, lambda w: w.update({"model.layers.2.enorm.weight": torch.ones(32)}))
     tm.edit_config(tmp_path, num_nextn_predict_layers=None)
     with pytest.raises(ModelError, match="more layers than the 2"):
         Dense.open(tmp_path)
@@ -188,7 +183,7 @@ def test_what_pruning_refuses_evaluation_refuses(case, door, model, tmp_path):
     """An evaluation of a tensor that is not there would measure random numbers."""
     change, changes, match = DAMAGE[case]
     if change:
-        rewrite(model, change)
+        tm.edit_weights(model, change)
     tm.edit_config(model, **changes)
     ids = torch.zeros(64, dtype=torch.int64)
     pruning = {"calibration": ids, "samples": 2, "seq_len": 8, "preset": "paper"}
@@ -197,9 +192,8 @@ def test_what_pruning_refuses_evaluation_refuses(case, door, model, tmp_path):
         "perplexity": lambda: coec.perplexity(model, ids, seq_len=8),
         "efficiency of nothing": lambda: Dense.open(model),
     }[door]
-    with pytest.raises(ModelError, match=match) as caught:
+    with one_line(ModelError, match=match):
         run()
-    assert "\n" not in str(caught.value)
 
 
 READ = {
@@ -212,7 +206,7 @@ READ = {
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_are_found_wherever_they_are_read(value, read, model):
-    rewrite(model, replaced(UP, lambda w: w.index_fill(0, torch.tensor([3]), value)))
+    tm.edit_weights(model, replaced(UP, lambda w: w.index_fill(0, torch.tensor([3]), value)))
     with pytest.raises(ModelError, match=r"up_proj.* holds NaN or Inf"):
         READ[read](Dense.open(model))
 
@@ -289,7 +283,7 @@ def test_a_head_that_is_a_copy_of_the_embedding_is_tied(dtype, originals, tmp_pa
     def change(weights):
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].to(dtype, copy=True)
 
-    rewrite(model, change)
+    tm.edit_weights(model, change)
     opened = Dense.open(model)
     assert (opened.tied, opened.notes, opened.digest) == (True, (), before)
     assert "lm_head.weight" not in opened.files
@@ -329,9 +323,8 @@ def test_an_opened_model_is_opened_once(model):
 @pytest.mark.parametrize("content", ["{", "[]", '{"max_new_tokens": -1}'])
 def test_a_damaged_generation_configuration_is_named(content, model):
     (model / "generation_config.json").write_text(content)
-    with pytest.raises(ModelError, match=r"generation_config\.json' cannot be used") as caught:
+    with one_line(ModelError, match=r"generation_config\.json' cannot be used"):
         Dense.open(model)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_pipe_and_a_folder_are_no_shards(model):
@@ -348,17 +341,17 @@ def test_the_fingerprint_sees_any_change_of_a_small_model_and_reads_little_of_a_
     first, digest = Dense.open(model), Dense.open(model).digest
     assert first.fingerprint == Dense.open(model).fingerprint
     assert not first.hashes  # nothing was read as a whole
-    rewrite(model, replaced(UP, lambda w: w.index_fill(0, torch.tensor([3]), 0.5)))
+    tm.edit_weights(model, replaced(UP, lambda w: w.index_fill(0, torch.tensor([3]), 0.5)))
     assert Dense.open(model).fingerprint != first.fingerprint
     monkeypatch.setattr(module, "_SAMPLED", 64)
     sampled = Dense.open(model).fingerprint
     # Four pieces of four numbers: the first and the last are among them, what lies between is not.
     change = replaced(UP, lambda w: w.flatten().index_fill(0, torch.tensor([5]), 0.1).view_as(w))
-    rewrite(model, change)
+    tm.edit_weights(model, change)
     assert Dense.open(model).fingerprint == sampled
     assert Dense.open(model).digest != digest
     last = replaced(UP, lambda w: w.flatten().index_fill(0, torch.tensor([-1]), 0.1).view_as(w))
-    rewrite(model, last)
+    tm.edit_weights(model, last)
     assert Dense.open(model).fingerprint != sampled
 
 
@@ -393,7 +386,7 @@ def test_the_next_block_is_read_ahead_once_and_no_further_than_the_last(model, m
     with Prefetcher(opened, last=0) as ahead:
         ahead.tensors(first)
     assert read == [0, 1, 0]
-    rewrite(model, replaced(UP, lambda w: w * float("inf")))
+    tm.edit_weights(model, replaced(UP, lambda w: w * float("inf")))
     again = Dense.open(model)
     with Prefetcher(again, last=1) as ahead:
         ahead.tensors(first)  # not yet its turn

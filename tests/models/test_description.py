@@ -18,6 +18,7 @@ from coec.models.folder import find_model, read_config
 from coec.models.layout import Shape
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
+from outcomes import one_line
 
 
 def test_a_tied_head_is_no_tensor_of_its_own():
@@ -77,9 +78,8 @@ def test_a_model_of_low_rank_is_refused_wherever_it_is_opened(tmp_path):
         lambda: coec.compensate_pruned(dense, folder, tmp_path / "out"),
         lambda: coec.perplexity(folder, tmp_path / "none.txt"),
     ):
-        with pytest.raises(ModelError, match="is of low rank, which coec no longer reads") as error:
+        with one_line(ModelError, match="is of low rank, which coec no longer reads"):
             call()
-        assert "\n" not in str(error.value)
 
 
 def test_json_is_utf8_whatever_the_locale(tmp_path):
@@ -171,10 +171,11 @@ def new_form(**parameters):
 
 def test_rotary_settings_are_written_for_every_release():
     """4.57 does not know rope_parameters: without the old form it computes another model."""
-    config = Description.of(new_form(**LLAMA3)).config
-    assert config["rope_theta"] == 500000.0
-    assert config["rope_scaling"] == LLAMA3
-    assert config["rope_parameters"] == {"rope_theta": 500000.0, **LLAMA3}
+    described = Description.of(new_form(**LLAMA3))
+    for config in (described.config, Plan.of(described, Recipe()).output.config):
+        assert config["rope_theta"] == 500000.0
+        assert config["rope_scaling"] == LLAMA3
+        assert config["rope_parameters"] == {"rope_theta": 500000.0, **LLAMA3}
     plain = Description.of(new_form(rope_type="default")).config
     assert (plain["rope_theta"], plain["rope_scaling"]) == (500000.0, None)
 

@@ -12,23 +12,12 @@ from coec.errors import ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.surgery import routed_inputs, stacked, unstacked, without_experts
+from coec.models.surgery import routed_inputs, unstacked, without_experts
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from coec.types import KeptSet
 
 EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
-
-
-@pytest.mark.parametrize("variant", EXPERTS)
-def test_stacked_tensors_are_those_that_transformers_makes_of_the_same_files(variant, tmp_path):
-    model = tm.tiny(variant)
-    dense = Dense.open(tm.save(model, tmp_path / "model", tokenizer=False))
-    stored = {name: dense.tensor(name) for name in dense.files}
-    made = stacked(stored, dense.architecture.blocks.experts)
-    expected = model.state_dict()
-    assert made.keys() == expected.keys()
-    assert all(torch.equal(made[name], expected[name]) for name in expected)
 
 
 def test_a_release_that_stacks_no_experts_is_refused():

@@ -1,10 +1,10 @@
 """Widths that differ by block: shared out, written, loaded, evaluated, pruned again."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 import coec
@@ -18,6 +18,8 @@ from coec.models.layout import Shape
 from coec.pipeline import allocate as allocating
 from coec.planning import ComputeConfig, Forecast
 from coec.streaming.sensitivity import RepairedConsumer, Sensitivity
+from outcomes import raising
+from prunings import prunes
 
 SETTINGS = {
     "preset": "paper",
@@ -33,18 +35,7 @@ OWN = {
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def ids(tmp_path_factory):
-    return tm.token_file(tmp_path_factory.mktemp("ids") / "ids.npy")
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
-def prune(model, out, ids, **settings):
-    return coec.prune(model, out, calibration=ids, **SETTINGS | settings)
+prune = prunes(**SETTINGS)
 
 
 def widths(report):
@@ -56,35 +47,32 @@ ROUTED = [v for v, c in tm.VARIANTS.items() if ARCHITECTURES[c["model_type"]].bl
 
 @pytest.mark.parametrize("variant", [v for v in tm.VARIANTS if v not in ROUTED])
 def test_the_code_beside_the_weights_computes_what_the_package_does(
-    variant, ids, tmp_path, modules
+    variant, prune, tmp_path, modules
 ):
     """Loaded as a user does, and without the code by the package; saved and loaded again."""
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
-    out = tmp_path / "out"
     sites = {site.key for site in Dense.open(model).layout.sites}  # OLMo 2 has no attention there
     own = {key: units for key, units in OWN.items() if key in sites}
-    report = prune(model, out, ids, kept=own, non_uniform=True)
+    report = prune(model=model, kept=own, non_uniform=True)
     assert widths(report) == ([4, 20], [3, 1] if own == OWN else 4)
     assert report.plan["loads_in"]["transformers"] == "with trust_remote_code=True"
-    loaded = AutoModelForCausalLM.from_pretrained(
-        out, trust_remote_code=True, dtype=torch.float64
-    ).eval()
+    loaded = tm.load(tmp_path / "out", torch.float64, trust_remote_code=True)
     assert type(loaded).__name__.startswith("NonUniform")
     assert sum(p.numel() for p in loaded.parameters()) == report.plan["parameters"]["after"]
-    expected = tm.logits(Dense.open(out).network(CPU, torch.float64))
+    expected = tm.logits(Dense.open(tmp_path / "out").network(CPU, torch.float64))
     torch.testing.assert_close(tm.logits(loaded), expected, rtol=0, atol=1e-12)
     tm.check_use(loaded, tmp_path / "again")
 
 
 @pytest.mark.parametrize("variant", ROUTED)
-def test_experts_have_one_width(variant, ids, tmp_path):
+def test_experts_have_one_width(variant, prune, tmp_path):
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     with pytest.raises(OptionError, match="non_uniform is not built for models of experts"):
-        prune(model, tmp_path / "out", ids, non_uniform=True)
+        prune(model=model, non_uniform=True)
 
 
-def test_without_trust_nothing_is_loaded_by_mistake(dense, ids, tmp_path):
-    prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
+def test_without_trust_nothing_is_loaded_by_mistake(prune, tmp_path):
+    prune(kept=OWN, non_uniform=True)
     for auto in (AutoModelForCausalLM, AutoModel):
         with pytest.raises(ValueError, match="trust_remote_code=True"):
             auto.from_pretrained(tmp_path / "out", trust_remote_code=False)
@@ -98,9 +86,9 @@ def test_without_trust_nothing_is_loaded_by_mistake(dense, ids, tmp_path):
 @pytest.mark.parametrize(
     "more", [{}, {"multiple_of": 8}, {"kv_groups": "all"}, {"mlp_sparsity": 0.5}]
 )
-def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, dense, ids, tmp_path):
-    plain = prune(dense, tmp_path / "plain", ids, **more)
-    own = prune(dense, tmp_path / "own", ids, allocation=allocation, non_uniform=True, **more)
+def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, prune):
+    plain = prune("plain", **more)
+    own = prune("own", allocation=allocation, non_uniform=True, **more)
     before, after = (r.plan["parameters"]["after"] for r in (plain, own))
     assert before - 8 * 3 * 32 < after <= before
     mlp, groups = widths(own)
@@ -111,26 +99,23 @@ def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, dense,
 
 
 @pytest.mark.parametrize("allocation", ["adaptive", "error"])
-def test_dead_channels_are_not_what_a_block_is_measured_by(allocation, ids, tmp_path):
+def test_dead_channels_are_not_what_a_block_is_measured_by(allocation, dense, prune, tmp_path):
     """Two more than go with uniform widths are without weight: the block keeps all the others."""
-    model = tm.tiny("llama", torch.float32)
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight[:, :14] = 0
-    tm.save(model, tmp_path / "dense")
-    own = {"allocation": allocation, "non_uniform": True}
-    report = prune(tmp_path / "dense", tmp_path / "out", ids, **own)
+    name, model = "model.layers.0.mlp.down_proj.weight", shutil.copytree(dense, tmp_path / "dense")
+    tm.edit_weights(model, lambda weights: weights[name][:, :14].zero_())
+    report = prune(model=model, allocation=allocation, non_uniform=True)
     assert widths(report)[0][0] in (range(20, 31) if allocation == "adaptive" else [26])
 
 
 @pytest.mark.parametrize("allocation", ["adaptive", "error"])
 def test_units_of_some_sites_do_not_let_others_lose_what_nobody_asked_for(
-    allocation, ids, tmp_path
+    allocation, prune, tmp_path
 ):
     """Of two groups 30 % takes none; one block's single group is given."""
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = tm.save(tm.tiny("llama", torch.float32, **changes), tmp_path / "dense")
-    own = {"allocation": allocation, "non_uniform": True, "kept": {"layers.0.attention": [0]}}
-    report = prune(model, tmp_path / "out", ids, **own)
+    own = {"layers.0.attention": [0]}
+    report = prune(model=model, allocation=allocation, non_uniform=True, kept=own)
     assert widths(report)[1] == [1, 2]
 
 
@@ -142,31 +127,26 @@ def test_heights_that_are_no_costs_leave_the_shapes(dense):
         assert all(worth[1] == 2 * worth[2] > 0 for worth in found.values())
 
 
-def test_units_of_every_site_leave_nothing_to_allocate(dense, ids, tmp_path, monkeypatch):
+def test_units_of_every_site_leave_nothing_to_allocate(prune, monkeypatch):
     monkeypatch.setattr("coec.pipeline.prune.measure_importances", None)  # is not called
-    own = {"allocation": "error", "non_uniform": True, "kept": OWN}
-    report = prune(dense, tmp_path / "out", ids, **own)
+    report = prune(allocation="error", non_uniform=True, kept=OWN)
     assert "allocation" in report.plan["notes"][0]
 
 
-def test_a_card_says_what_was_asked_for(dense, ids, tmp_path):
-    own = {"allocation": "adaptive", "non_uniform": True, "budget_parameters": 0.9}
-    prune(dense, tmp_path / "out", ids, **own)
+def test_a_card_says_what_was_asked_for(prune, tmp_path):
+    prune(allocation="adaptive", non_uniform=True, budget_parameters=0.9)
     card = " ".join((tmp_path / "out/README.md").read_text().split())
     assert "a rest of at most 0.9 of the parameters, shared among blocks by `adaptive`" in card
 
 
-def test_own_kept_units_of_own_widths_give_the_same_weights(dense, ids, tmp_path):
-    own = {"allocation": "error", "non_uniform": True}
-    first = prune(dense, tmp_path / "first", ids, **own)
+def test_own_kept_units_of_own_widths_give_the_same_weights(prune, tmp_path):
+    first = prune("first", allocation="error", non_uniform=True)
     assert isinstance(widths(first)[0], list)
-    prune(dense, tmp_path / "again", ids, kept=tmp_path / "first", non_uniform=True)
-    one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("first", "again"))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    prune("again", kept=tmp_path / "first", non_uniform=True)
+    assert tm.same_weights(tmp_path / "first", tmp_path / "again")
 
 
-def test_equal_widths_are_written_in_a_stock_format(dense, ids, tmp_path, monkeypatch):
+def test_equal_widths_are_written_in_a_stock_format(dense, prune, tmp_path, monkeypatch):
     even = {"attention": 4, "mlp": 40}
 
     def same(done, dense, source, plan, device, progress=None):
@@ -174,7 +154,7 @@ def test_equal_widths_are_written_in_a_stock_format(dense, ids, tmp_path, monkey
                 for site in dense.layout.sites}  # fmt: skip
 
     monkeypatch.setattr("coec.pipeline.prune.measure_importances", same)
-    report = prune(dense, tmp_path / "out", ids, sparsity=0.5, allocation="error", non_uniform=True)
+    report = prune(sparsity=0.5, allocation="error", non_uniform=True)
     assert widths(report) == (20, 2)
     assert report.plan["code"] is None
     tm.load(tmp_path / "out")
@@ -183,7 +163,7 @@ def test_equal_widths_are_written_in_a_stock_format(dense, ids, tmp_path, monkey
 
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("variant", ["gemma2", "llama", "qwen3"])
-def test_no_widths_are_refused_once_work_has_begun(variant, groups, ids, tmp_path, monkeypatch):
+def test_no_widths_are_refused_once_work_has_begun(variant, groups, prune, tmp_path, monkeypatch):
     """Heads that do not divide the hidden size, and none that a stock configuration takes."""
 
     def found(done, dense, source, plan, device, progress=None):
@@ -197,8 +177,7 @@ def test_no_widths_are_refused_once_work_has_begun(variant, groups, ids, tmp_pat
 
     monkeypatch.setattr("coec.pipeline.prune.measure_importances", found)
     model = tm.save(tm.tiny(variant, torch.float32, hidden_size=40), tmp_path / "dense")
-    own = {"sparsity": 0.5, "allocation": "error", "non_uniform": True}
-    report = prune(model, tmp_path / "out", ids, **own)
+    report = prune(model=model, sparsity=0.5, allocation="error", non_uniform=True)
     assert widths(report)[1] == groups
     Dense.open(tmp_path / "out").network(CPU, torch.float32)
 
@@ -206,53 +185,46 @@ def test_no_widths_are_refused_once_work_has_begun(variant, groups, ids, tmp_pat
 @pytest.mark.parametrize(
     ("preset", "few"), [("fast", {}), ("best", {"reconstruct": 1, "prediction_passes": 1})]
 )
-def test_presets_take_it(preset, few, dense, ids, tmp_path):
+def test_presets_take_it(preset, few, dense, tokens, tmp_path):
     report = coec.prune(
         dense, tmp_path / "out", preset=preset, allocation="error", non_uniform=True,
-        calibration=ids, samples=12, seq_len=32, **few,
+        calibration=tokens, samples=12, seq_len=32, **few,
     )  # fmt: skip
     assert report.seconds["allocating"] > 0
     assert report.plan["parameters"]["after"] < report.plan["parameters"]["before"]
-    value = coec.perplexity(tmp_path / "out", text=ids, seq_len=32, max_windows=4)
+    value = coec.perplexity(tmp_path / "out", text=tokens, seq_len=32, max_windows=4)
     assert value.perplexity > 0
 
 
-def test_a_model_of_own_widths_is_pruned_again(dense, ids, tmp_path):
-    prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
-    report = prune(tmp_path / "out", tmp_path / "less", ids, sparsity=0.5, non_uniform=True)
+def test_a_model_of_own_widths_is_pruned_again_and_its_code_replaced(prune, tmp_path):
+    prune(kept=OWN, non_uniform=True)
+    report = prune("less", model=tmp_path / "out", sparsity=0.5, non_uniform=True)
     assert report.plan["widths"]["mlp"] == {"before": [4, 20], "after": [2, 10]}
     assert report.plan["widths"]["kv_groups"] == {"before": [3, 1], "after": [2, 1]}
     Dense.open(tmp_path / "less")
     with pytest.raises(OptionError, match="differ by block .1 to 2., which no stock format holds"):
-        prune(tmp_path / "out", tmp_path / "no", ids, sparsity=0.5)
+        prune("no", model=tmp_path / "out", sparsity=0.5)
+    prune(force=True)
+    assert not (tmp_path / "out/modeling_non_uniform.py").exists()
 
 
-def test_the_cache_is_counted_block_by_block(dense, ids, tmp_path):
-    prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
+def test_the_cache_is_counted_block_by_block(dense, prune, tmp_path):
+    prune(kept=OWN, non_uniform=True)
     cost = coec.efficiency(Dense.open(dense), Dense.open(tmp_path / "out"))
     assert cost.pruned.kv_cache_bytes_per_token == 2 * (3 + 1) * 4 * 4
     assert cost.dense.kv_cache_bytes_per_token == 2 * (4 + 4) * 4 * 4
 
 
-def test_the_code_is_replaced_with_the_model(dense, ids, tmp_path):
-    prune(dense, tmp_path / "out", ids, kept=OWN, non_uniform=True)
-    prune(dense, tmp_path / "out", ids, force=True)
-    assert not (tmp_path / "out/modeling_non_uniform.py").exists()
-
-
 @pytest.mark.parametrize("target", ["hf", "vllm"])
-def test_a_killed_run_goes_on_behind_its_allocation(target, dense, ids, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_behind_its_allocation(target, prune, tmp_path, monkeypatch):
     own = {"allocation": "error", "non_uniform": True, "target": target}
-    prune(dense, tmp_path / "whole", ids, **own)
+    prune("whole", **own)
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "coec.pipeline.prune.solve_block",
-            lambda *args, **options: (_ for _ in ()).throw(KeyError),
-        )
+        patched.setattr("coec.pipeline.prune.solve_block", raising(KeyError))
         with pytest.raises(KeyError):
-            prune(dense, tmp_path / "out", ids, **own)
+            prune(**own)
     monkeypatch.setattr(allocating, "_importance", None)  # is not called again
-    prune(dense, tmp_path / "out", ids, **own)
+    prune(**own)
     for name in ("model.safetensors", "config.json", "coec/kept.safetensors"):
         one, other = ((tmp_path / n / name).read_bytes() for n in ("whole", "out"))
         assert one == other
@@ -260,8 +232,8 @@ def test_a_killed_run_goes_on_behind_its_allocation(target, dense, ids, tmp_path
 
 @pytest.mark.parametrize(("budget", "most"), [(0.9, None), (30_000, 30_000), (30_000.0, 30_000)])
 @pytest.mark.parametrize("more", [{}, {"kv_groups": "all"}, {"compensation": "bias"}])
-def test_a_budget_of_parameters_is_met_and_used(budget, most, more, dense, ids):
-    plan = coec.plan(dense, calibration=ids, budget_parameters=budget, **SETTINGS | more)
+def test_a_budget_of_parameters_is_met_and_used(budget, most, more, dense, tokens):
+    plan = coec.plan(dense, calibration=tokens, budget_parameters=budget, **SETTINGS | more)
     most = most or int(0.9 * plan.parameters_before)
     # A step of the fraction takes a channel of both blocks, or a group of both with it.
     assert most - 2 * 32 * 3 - 2 * 8 * 3 * 32 < plan.parameters_after <= most
@@ -269,21 +241,21 @@ def test_a_budget_of_parameters_is_met_and_used(budget, most, more, dense, ids):
 
 @pytest.mark.parametrize("compensation", ["ridge-to-slice", "bias"])
 @pytest.mark.parametrize("align", [1, 16])
-def test_a_budget_is_used_where_uniform_widths_cannot(compensation, align, dense, ids, tmp_path):
+def test_a_budget_is_used_where_uniform_widths_cannot(compensation, align, dense, tokens, prune):
     """Aligned ones go in steps of all blocks; where widths differ, of one."""
     own = {"budget_parameters": 0.9, "multiple_of": align, "compensation": compensation}
     own |= {"allocation": "adaptive", "non_uniform": True}
-    plan = coec.plan(dense, calibration=ids, **SETTINGS | own)
-    report = prune(dense, tmp_path / "out", ids, **own)
+    plan = coec.plan(dense, calibration=tokens, **SETTINGS | own)
+    report = prune(**own)
     after, budget = report.plan["parameters"]["after"], int(0.9 * plan.parameters_before)
     assert plan.parameters_after - 8 * 3 * 32 < after <= budget
     if compensation != "bias":  # what is left is less than the smallest step at one site
         assert after > budget - align * 3 * 32
 
 
-def test_a_budget_beside_a_share_of_one_kind(dense, ids):
+def test_a_budget_beside_a_share_of_one_kind(dense, tokens):
     plan = coec.plan(
-        dense, calibration=ids, budget_parameters=0.9, attention_sparsity=0, **SETTINGS
+        dense, calibration=tokens, budget_parameters=0.9, attention_sparsity=0, **SETTINGS
     )
     assert plan.pruned.kv_heads == 4
     budget = int(0.9 * plan.parameters_before)
@@ -308,22 +280,20 @@ REFUSED = {
         {"budget_parameters": 0.8, "attention_sparsity": 0.1, "mlp_sparsity": 0.2},
         "budget_parameters has no effect with attention_sparsity and mlp_sparsity",
     ),
-    "target": (
-        {"kept": OWN, "non_uniform": True, "target": "vllm"}, "so that vLLM loads it",
-    ),
-}  # fmt: skip
+    "target": ({"kept": OWN, "non_uniform": True, "target": "vllm"}, "so that vLLM loads it"),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_before_any_work(name, dense, ids, tmp_path):
+def test_what_cannot_be_is_refused_before_any_work(name, prune, tmp_path):
     settings, match = REFUSED[name]
     with pytest.raises(OptionError, match=match):
-        prune(dense, tmp_path / "out", ids, **settings)
+        prune(**settings)
     assert not any(tmp_path.iterdir())
 
 
-def test_errors_are_not_weighed_from_statistics(dense, ids, tmp_path):
-    stats = coec.collect(dense, tmp_path / "stats", calibration=ids, samples=12, seq_len=32)
+def test_errors_are_not_weighed_from_statistics(dense, tokens, tmp_path):
+    stats = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=12, seq_len=32)
     own = {"selection": "obs", "non_uniform": True, "statistics": stats}
     with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
         coec.prune(dense, tmp_path / "out", allocation="error", **own)
@@ -337,15 +307,15 @@ def test_a_cluster_of_gpus_is_led_from_one_of_its_nodes(monkeypatch):
         allocating.check_leader(torch.device("cuda"))
 
 
-def test_a_plan_says_that_its_widths_are_not_decided(dense, ids):
-    plan = coec.plan(dense, calibration=ids, allocation="error", non_uniform=True, **SETTINGS)
+def test_a_plan_says_that_its_widths_are_not_decided(dense, tokens):
+    plan = coec.plan(dense, calibration=tokens, allocation="error", non_uniform=True, **SETTINGS)
     assert "allocation = error decides the widths of every block" in plan.notes[0]
     assert plan.record()["code"] == "modeling_non_uniform.py"
     assert plan.record()["widths"]["mlp"] == {"before": 40, "after": 28}
 
 
-def test_a_plan_counts_what_an_allocation_takes(dense, ids):
-    own = SETTINGS | {"calibration": ids, "non_uniform": True}
+def test_a_plan_counts_what_an_allocation_takes(dense, tokens):
+    own = SETTINGS | {"calibration": tokens, "non_uniform": True}
     plans = {
         how: coec.plan(dense, allocation=how, **own) for how in ("uniform", "adaptive", "error")
     }
@@ -353,14 +323,13 @@ def test_a_plan_counts_what_an_allocation_takes(dense, ids):
         name: Forecast.of(plan, ComputeConfig.of(plan, torch.device("cpu")))
         for name, plan in plans.items()
     }
-    held = {
-        name: {phase.name: phase.host for phase in forecast.phases}
-        for name, forecast in forecasts.items()
-    }
-    operations = {
-        name: {phase.name: phase.operations for phase in forecast.phases}
-        for name, forecast in forecasts.items()
-    }
+    held, operations = (
+        {
+            name: {phase.name: getattr(phase, figure) for phase in forecast.phases}
+            for name, forecast in forecasts.items()
+        }
+        for figure in ("host", "operations")
+    )
     tokens = 12 * 32
     # Three models' states, and those of two before each of two blocks, beside the dense pass's.
     assert held["error"]["allocating"]["hidden states"] == (1 + 3 + 4) * tokens * 32 * 4
@@ -473,7 +442,7 @@ def test_costs_share_out_the_divergence_of_the_pruned_model(size, dense):
             assert cost == pytest.approx((alone.item() + pruned - spared.item()) / 2, rel=0.05)
 
 
-def test_predictions_that_are_not_finite_are_refused(dense, ids, tmp_path, monkeypatch):
+def test_predictions_that_are_not_finite_are_refused(prune, monkeypatch):
     original = allocating._in_dense_shape
 
     def broken(cut, tensors):
@@ -482,7 +451,7 @@ def test_predictions_that_are_not_finite_are_refused(dense, ids, tmp_path, monke
 
     monkeypatch.setattr(allocating, "_in_dense_shape", broken)
     with pytest.raises(CoecError, match="cannot be measured.*allocation = adaptive"):
-        prune(dense, tmp_path / "out", ids, allocation="error", non_uniform=True)
+        prune(allocation="error", non_uniform=True)
 
 
 NATIVE = {"non_uniform": True, "target": "vllm"}
@@ -491,26 +460,21 @@ CHANNELS = {"layers.0.mlp": OWN["layers.0.mlp"], "layers.1.mlp": OWN["layers.1.m
 
 @pytest.mark.parametrize("variant", ["llama", "llama tied", "llama rope", "mistral"])
 def test_what_vllm_builds_by_its_own_code_computes_what_the_package_does(
-    variant, ids, tmp_path, modules
+    variant, prune, tmp_path, modules
 ):
     """The same weights as in the other format of widths by block."""
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
-    report = prune(model, tmp_path / "out", ids, kept=CHANNELS, **NATIVE)
-    prune(model, tmp_path / "plain", ids, kept=CHANNELS, non_uniform=True)
+    report = prune(model=model, kept=CHANNELS, **NATIVE)
+    prune("plain", model=model, kept=CHANNELS, non_uniform=True)
     assert widths(report) == ([4, 20], 3)
     assert report.plan["output_model_type"] == "nemotron-nas"
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert (config["model_type"], config["architectures"]) == (
-        "nemotron-nas",
-        ["DeciLMForCausalLM"],
-    )
+    assert config["model_type"] == "nemotron-nas"
+    assert config["architectures"] == ["DeciLMForCausalLM"]
     assert [block["ffn"]["intermediate_size"] for block in config["block_configs"]] == [4, 20]
     assert {block["attention"]["n_heads_in_group"] for block in config["block_configs"]} == {2}
     native, plain = (
-        AutoModelForCausalLM.from_pretrained(
-            tmp_path / name, trust_remote_code=True, dtype=torch.float64
-        ).eval()
-        for name in ("out", "plain")
+        tm.load(tmp_path / name, torch.float64, trust_remote_code=True) for name in ("out", "plain")
     )
     assert torch.equal(tm.logits(native), tm.logits(plain))
     expected = tm.logits(Dense.open(tmp_path / "out").network(CPU, torch.float64))
@@ -528,27 +492,25 @@ def test_what_vllm_builds_by_its_own_code_computes_what_the_package_does(
 
 
 @pytest.mark.parametrize("allocation", ["adaptive", "error"])
-def test_heads_are_alike_in_what_vllm_builds(allocation, dense, ids, tmp_path):
-    report = prune(dense, tmp_path / "out", ids, allocation=allocation, sparsity=0.5, **NATIVE)
-    plain = prune(dense, tmp_path / "plain", ids, sparsity=0.5)
+def test_heads_are_alike_in_what_vllm_builds(allocation, tokens, prune, tmp_path):
+    report = prune(allocation=allocation, sparsity=0.5, **NATIVE)
+    plain = prune("plain", sparsity=0.5)
     mlp, groups = widths(report)
     assert isinstance(mlp, list)
     assert groups == 2
     assert report.plan["parameters"]["after"] == plain.plan["parameters"]["after"]
-    value = coec.perplexity(tmp_path / "out", text=ids, seq_len=32, max_windows=4)
+    value = coec.perplexity(tmp_path / "out", text=tokens, seq_len=32, max_windows=4)
     assert value.perplexity > 0
-    again = prune(tmp_path / "out", tmp_path / "less", ids, sparsity=0.5, non_uniform=True)
+    again = prune("less", model=tmp_path / "out", sparsity=0.5, non_uniform=True)
     assert again.plan["output_model_type"] == "mistral"
     assert "block_configs" not in json.loads((tmp_path / "less/config.json").read_text())
 
 
-def test_multiples_of_256_are_written_as_the_factor_that_servers_compute(ids, tmp_path):
+def test_multiples_of_256_are_written_as_the_factor_that_servers_compute(tokens, prune, tmp_path):
     model = tm.tiny("llama", torch.float32, intermediate_size=1024)
     tm.save(model, tmp_path / "dense")
     kept = {"layers.0.mlp": list(range(256)), "layers.1.mlp": list(range(768))}
-    report = prune(
-        tmp_path / "dense", tmp_path / "out", ids, kept=kept, attention_sparsity=0, **NATIVE
-    )
+    report = prune(model=tmp_path / "dense", kept=kept, attention_sparsity=0, **NATIVE)
     config = json.loads((tmp_path / "out/config.json").read_text())
     for block, channels in zip(config["block_configs"], (256, 768), strict=True):
         assert "intermediate_size" not in block["ffn"]  # MLX-LM takes no keys that it lacks
@@ -556,7 +518,9 @@ def test_multiples_of_256_are_written_as_the_factor_that_servers_compute(ids, tm
         assert -(-size // 256) * 256 == channels
     assert report.plan["loads_in"]["MLX-LM"] == "yes"
     assert report.plan["loads_in"]["SGLang"].startswith("with trust_remote_code=True")
-    odd = coec.plan(tmp_path / "dense", kept=CHANNELS, **NATIVE | {"calibration": ids, **SETTINGS})
+    odd = coec.plan(
+        tmp_path / "dense", kept=CHANNELS, **NATIVE | {"calibration": tokens, **SETTINGS}
+    )
     for loader in ("MLX-LM", "SGLang"):
         assert odd.output.loads_in[loader] == "no (it wants multiple_of = 256)"
 
@@ -571,9 +535,9 @@ NOT_NATIVE = {
 
 
 @pytest.mark.parametrize("name", NOT_NATIVE)
-def test_what_vllm_builds_by_no_code_of_its_own_is_refused_before_any_work(name, ids, tmp_path):
+def test_what_vllm_builds_by_no_code_of_its_own_is_refused_before_any_work(name, prune, tmp_path):
     variant, settings, match = NOT_NATIVE[name]
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     with pytest.raises(OptionError, match=f"so that vLLM loads it .*{match}.*leave out target"):
-        prune(model, tmp_path / "out", ids, **NATIVE | settings)
+        prune(model=model, **NATIVE | settings)
     assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import yaml
 
 import coec
 import tiny_models as tm
+from outcomes import succeeded
 
 DENSE_CARD = """---
 license: other
@@ -61,12 +62,7 @@ def command_of(folder):
     [
         {"rounds": 1, "iterations": 3, "alpha": 0.5, "mlp_sparsity": 0.5, "preset": "paper"},
         {"preset": "fast", "ridge": 0.02, "multiple_of": 8},
-        {
-            "preset": "best",
-            "reconstruct": 1,
-            "prediction_passes": 1,
-            "dtype": "bfloat16",
-        },
+        {"preset": "best", "reconstruct": 1, "prediction_passes": 1, "dtype": "bfloat16"},
         {
             "preset": "best",
             "compensation": "none",
@@ -91,8 +87,7 @@ def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path,
     coec.prune("dense", out, **FEW, **settings)
     said = command_of(out)
     said[2] = str(again)
-    status, _, err = run(*(str(out) if word == "THIS_FOLDER" else word for word in said))
-    assert status == 0, err
+    succeeded(run(*(str(out) if word == "THIS_FOLDER" else word for word in said)))
     assert (out / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
     recipes = [json.loads((one / "coec.json").read_text())["recipe"] for one in (out, again)]
     assert recipes[0] | {"kept": None} == recipes[1] | {"kept": None}

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
@@ -14,19 +14,10 @@ from coec.errors import ModelError, OptionError, OutputError
 from coec.models.matching import RawCheckpoint
 from coec.pipeline import compensate as compensating
 from coec.planning.recipe import Recipe
+from outcomes import check_refused, succeeded
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
 HOW = {**SETTINGS, "compensation": "ridge-to-slice"}
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tm.token_file(tmp_path_factory.mktemp("text") / "tokens.npy")
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
 
 
 def foreign(dense, out, tokens, **settings):
@@ -52,10 +43,7 @@ def units(kept):
 
 def changed(folder, out, change):
     """A copy of a folder whose tensors were changed."""
-    shutil.copytree(folder, out)
-    tensors = load_file(out / "model.safetensors")
-    save_file(change(tensors) or tensors, out / "model.safetensors", {"format": "pt"})
-    return out
+    return tm.edit_weights(shutil.copytree(folder, out), change)
 
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)
@@ -99,8 +87,7 @@ def test_a_recipe_and_statistics_do_as_well(dense, cut, tokens, tmp_path):
     recipe = Recipe(preset="paper", compensation="ridge-to-slice")
     coec.compensate_pruned(dense, folder, tmp_path / "one", recipe, statistics=statistics)
     coec.prune(dense, tmp_path / "two", kept=known, calibration=tokens, **HOW)
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    assert all(torch.equal(one[name], two[name]) for name in two)
+    assert tm.same_weights(tmp_path / "one", tmp_path / "two")
 
 
 def test_another_checkpoint_of_the_same_units_has_another_digest(dense, cut, tmp_path):
@@ -116,9 +103,7 @@ def test_another_checkpoint_of_the_same_units_has_another_digest(dense, cut, tmp
 def test_shapes_may_differ_from_the_configuration(dense, cut, tmp_path):
     """Nothing is computed with the other model, and what it says of itself may be wrong."""
     folder, known = cut
-    shutil.copytree(folder, tmp_path / "odd")
-    config = json.loads((tmp_path / "odd/config.json").read_text())
-    (tmp_path / "odd/config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    tm.edit_config(shutil.copytree(folder, tmp_path / "odd"), intermediate_size=40)
     assert units(coec.infer_kept(dense, tmp_path / "odd")) == known
 
 
@@ -159,43 +144,35 @@ def test_a_model_that_was_trained_further_is_refused(dense, cut, tokens, tmp_pat
     assert not list(tmp_path.glob("out*"))
 
 
-def test_another_number_of_blocks(dense, cut, tmp_path):
-    def fewer(tensors):
-        return {name: one for name, one in tensors.items() if ".layers.1." not in name}
-
-    folder = changed(cut[0], tmp_path / "short", fewer)
-    with pytest.raises(ModelError, match="'.*short' has 1 blocks, '.*model' 2: coec prunes no"):
-        coec.infer_kept(dense, folder)
+def fewer_blocks(tensors):
+    return {name: one for name, one in tensors.items() if ".layers.1." not in name}
 
 
-def test_attention_that_coec_leaves_whole(tokens, tmp_path):
-    dense = tm.save(tm.tiny("olmo2", torch.float32), tmp_path / "dense")
-    out = tmp_path / "cut"
-    foreign(dense, out, tokens)
-    first = "model.layers.0.self_attn.k_proj.weight"
-    fewer = changed(out, tmp_path / "fewer", lambda t: {**t, first: t[first][:12].contiguous()})
-    with pytest.raises(ModelError, match=r"k_proj.* is \(12, 32\).*: coec removes nothing there"):
-        coec.infer_kept(dense, fewer)
+def replaced(name, change):
+    """A change of one tensor of the first block."""
+    name = f"model.layers.0.{name}.weight"
+    return lambda tensors: tensors | {name: change(tensors[name]).contiguous()}
 
 
-def test_projections_in_one_matrix_lose_the_same_units(tokens, tmp_path):
-    dense = tm.save(tm.tiny("phi3", torch.float32), tmp_path / "dense")
-    out = tmp_path / "cut"
-    foreign(dense, out, tokens)
-    name = "model.layers.0.mlp.gate_up_proj.weight"
-    odd = changed(out, tmp_path / "odd", lambda t: {**t, name: t[name][:55].contiguous()})
-    with pytest.raises(ModelError, match="gate_up_proj.* hold different shares of intermediate"):
+@pytest.mark.parametrize(
+    ("kind", "change", "match"),
+    [
+        ("llama", fewer_blocks, "'.*odd' has 1 blocks, '.*dense' 2: coec prunes no"),
+        ("llama", replaced("mlp.up_proj", lambda weight: weight.to(torch.int8)),
+         "up_proj.weight in 'model.safetensors' of .* is I8: the"),
+        ("olmo2", replaced("self_attn.k_proj", lambda weight: weight[:12]),
+         r"k_proj.* is \(12, 32\).*: coec removes nothing there"),
+        ("phi3", replaced("mlp.gate_up_proj", lambda weight: weight[:55]),
+         "gate_up_proj.* hold different shares of intermediate"),
+    ],
+    ids=["fewer blocks", "quantised", "attention left whole", "projections in one matrix"],
+)  # fmt: skip
+def test_tensors_that_coec_does_not_prune_like_that(kind, change, match, tokens, tmp_path):
+    dense = tm.save(tm.tiny(kind, torch.float32), tmp_path / "dense")
+    foreign(dense, tmp_path / "cut", tokens)
+    odd = changed(tmp_path / "cut", tmp_path / "odd", change)
+    with pytest.raises(ModelError, match=match):
         coec.infer_kept(dense, odd)
-
-
-def test_quantised_weights(dense, cut, tmp_path):
-    def quantised(tensors):
-        name = "model.layers.0.mlp.up_proj.weight"
-        return tensors | {name: tensors[name].to(torch.int8)}
-
-    folder = changed(cut[0], tmp_path / "int8", quantised)
-    with pytest.raises(ModelError, match="up_proj.weight in 'model.safetensors' of .* is I8: the"):
-        coec.infer_kept(dense, folder)
 
 
 def test_a_model_of_another_kind(dense, cut, tmp_path):
@@ -238,8 +215,7 @@ def test_the_command(dense, cut, tokens, tmp_path, run):
     plan = json.loads(shown)
     assert (status, plan["widths"]["mlp"]["after"], plan["kept"]["sites"]) == (0, 28, 4)
     assert not out.exists()
-    status, shown, heard = run("compensate", dense, cut[0], out, *how)
-    assert status == 0
+    shown, heard = succeeded(run("compensate", dense, cut[0], out, *how))
     assert f"wrote {out}" in shown
     assert f"every site keeps the units of '{cut[0]}'" in shown
     assert "solving: 2 of 2" in heard
@@ -249,17 +225,14 @@ def test_the_command(dense, cut, tokens, tmp_path, run):
 
 @pytest.mark.parametrize("flag", ["--sparsity", "--selection", "--kept"])
 def test_the_command_has_no_flags_for_what_stays(flag, dense, cut, tmp_path, run):
-    status, _, heard = run("compensate", dense, cut[0], tmp_path / "out", flag, "0.3")
+    command = ("compensate", dense, cut[0], tmp_path / "out")
+    status, _, heard = run(*command, flag, "0.3")
     assert status == 2
     assert f"No such option: {flag}" in heard
     (tmp_path / "recipe.toml").write_text(f'{flag[2:]} = "flap"\n')
     for more in ([], ["--dry-run"]):
-        status, _, heard = run(
-            "compensate", dense, cut[0], tmp_path / "out", "--config", tmp_path / "recipe.toml",
-            *more,
-        )  # fmt: skip
-        assert status == 1
-        assert f"{flag[2:]} has no place where" in heard
+        answer = run(*command, "--config", tmp_path / "recipe.toml", *more)
+        check_refused(answer, f"{flag[2:]} has no place where")
 
 
 def test_the_command_needs_somewhere_to_write(dense, cut, run):
@@ -270,6 +243,5 @@ def test_the_command_needs_somewhere_to_write(dense, cut, run):
 
 def test_a_setting_that_cannot_be_is_said_before_weights_are_read(dense, cut, run, monkeypatch):
     monkeypatch.setattr(compensating, "infer_kept", None)
-    status, _, heard = run("compensate", dense, cut[0], "--dry-run", "--samples", "0")
-    assert status == 1
-    assert "samples must be a whole number of at least 1" in heard
+    answer = run("compensate", dense, cut[0], "--dry-run", "--samples", "0")
+    check_refused(answer, "samples must be a whole number of at least 1")

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,19 +24,12 @@ from coec.pipeline import write as writing
 from coec.planning.recipe import Recipe
 from coec.streaming import passes as measure
 from coec.types import SiteResult
-from oracles import greedy_elimination
+from prunings import content, prunes
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
 
 
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tm.token_file(tmp_path_factory.mktemp("tokens") / "tokens.npy")
+prune = prunes(**SETTINGS)
 
 
 def weights(folder):
@@ -43,45 +37,21 @@ def weights(folder):
     return {name: checkpoint.tensor(name) for name in checkpoint.files}
 
 
-def without_seconds(record):
-    if isinstance(record, dict):
-        return {k: without_seconds(v) for k, v in record.items() if k != "seconds"}
-    if isinstance(record, list):
-        return [without_seconds(entry) for entry in record]
-    return record
-
-
-def test_the_same_run_writes_the_same_bytes(dense, tmp_path):
-    text = tm.text_file(tmp_path / "text.txt")
+def test_the_same_run_writes_the_same_bytes(prune, text, tmp_path):
     for out in ("one", "two"):
-        coec.prune(dense, tmp_path / out, calibration=text, rounds=2, seed=3, samples=20,
-                   seq_len=32, preset="paper")  # fmt: skip
-    first, second = tmp_path / "one", tmp_path / "two"
-    files = [path for path in first.rglob("*") if path.is_file()]
-    assert len(files) == sum(path.is_file() for path in second.rglob("*"))
-    for path in files:
-        if path.name == "coec.json":
-            one, two = (json.loads((f / path.name).read_text()) for f in (first, second))
-            assert without_seconds(one) == without_seconds(two)
-        else:
-            assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path.name
+        prune(out, calibration=text, rounds=2, seed=3, samples=20)
+    assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-def test_another_seed_draws_other_windows(dense, tmp_path):
-    text = tm.text_file(tmp_path / "text.txt")
-    digests = {
-        coec.prune(
-            dense, tmp_path / f"s{seed}", calibration=text, samples=20, seq_len=32, seed=seed,
-            compensation="none", preset="paper",
-        ).calibration["windows_sha256"]
-        for seed in (0, 1)
-    }  # fmt: skip
-    assert len(digests) == 2
+def test_another_seed_draws_other_windows(prune, text):
+    few = {"calibration": text, "samples": 20, "compensation": "none"}
+    one, two = (prune(f"s{seed}", seed=seed, **few) for seed in (0, 1))
+    assert one.calibration["windows_sha256"] != two.calibration["windows_sha256"]
 
 
-def test_a_site_that_keeps_everything_is_not_changed_and_said(dense, tokens, tmp_path):
+def test_a_site_that_keeps_everything_is_not_changed_and_said(dense, prune, tmp_path):
     """4 KV groups lose none at 10 %, and the account says so, of parameters too."""
-    report = coec.prune(dense, tmp_path / "out", sparsity=0.1, calibration=tokens, **SETTINGS)
+    report = prune(sparsity=0.1)
     before, after = weights(dense), weights(tmp_path / "out")
     same = [name for name in before if torch.equal(before[name], after[name])]
     assert sum("self_attn" in name for name in same) == 8
@@ -133,10 +103,10 @@ def test_the_plan_names_the_memory_that_a_run_takes(dense, tmp_path):
 
 
 @pytest.mark.parametrize("shard", ["2GB", "20KB"])
-def test_servers_find_the_weights_and_nothing_else(shard, dense, tokens, tmp_path, monkeypatch):
+def test_servers_find_the_weights_and_nothing_else(shard, prune, tmp_path, monkeypatch):
     """Without an index vLLM and SGLang read every safetensors file of the folder as weights."""
     monkeypatch.setattr(writing, "MAX_SHARD", shard)
-    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    prune(compensation="none")
     files = glob.glob(str(tmp_path / "out" / "*.safetensors"))
     assert (len(files) > 1) == (shard == "20KB")
     found = [name for file in files for name in load_file(file)]
@@ -146,43 +116,20 @@ def test_servers_find_the_weights_and_nothing_else(shard, dense, tokens, tmp_pat
     assert modes == {(tmp_path / "plain").stat().st_mode}
 
 
-def test_rotary_settings_are_written_in_both_forms(tokens, tmp_path):
-    """4.57 does not read rope_parameters: it would compute another model, silently."""
-    model = tm.save(tm.tiny("llama rope", torch.float32), tmp_path / "model")
-    path = model / "config.json"
-    config = json.loads(path.read_text())
-    parameters = config.get("rope_parameters") or {
-        "rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")
-    }  # fmt: skip
-    path.write_text(json.dumps({**config, "rope_parameters": parameters}))
-    coec.prune(model, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
-    written = json.loads((tmp_path / "out/config.json").read_text())
-    assert written["rope_parameters"] == parameters
-    assert written["rope_theta"] == 500000.0
-    assert written["rope_scaling"] == tm.VARIANTS["llama rope"]["rope_scaling"]
-
-
-def test_a_second_run_into_the_same_folder_is_refused_at_once(dense, tokens, tmp_path):
+def test_a_second_run_into_the_same_folder_is_refused_at_once(prune, tmp_path):
     """The first one's result is not lost to it."""
     from coec.execution.journal import journal
 
     with journal(tmp_path / "out", {}) as done:
         (done.new / "config.json").write_text("first")
         with pytest.raises(OutputError, match="another run is writing"):
-            coec.prune(dense, tmp_path / "out", calibration=tokens, force=True, **SETTINGS)
+            prune(force=True)
         done.complete()
     assert (tmp_path / "out/config.json").read_text() == "first"
 
 
-def test_alpha_zero_writes_the_slice(dense, tokens, tmp_path):
-    for out, options in {"a": {"alpha": 0.0}, "b": {"compensation": "none"}}.items():
-        coec.prune(dense, tmp_path / out, calibration=tokens, **SETTINGS, **options)
-    first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_what_is_not_compensated_keeps_its_values(dense, tokens, tmp_path):
-    coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=1, **SETTINGS)
+def test_what_is_not_compensated_keeps_its_values(dense, prune, tmp_path):
+    prune(rounds=1)
     before, after = weights(dense), weights(tmp_path / "out")
     kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.0.mlp"]
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
@@ -191,18 +138,8 @@ def test_what_is_not_compensated_keeps_its_values(dense, tokens, tmp_path):
     assert torch.equal(before[gate][kept], after[gate])
 
 
-def test_the_record_holds_everything_needed_to_repeat_the_run(dense, tmp_path):
-    text = tm.text_file(tmp_path / "text.txt")
-    report = coec.prune(
-        dense,
-        tmp_path / "out",
-        calibration=text,
-        samples=9,
-        seq_len=16,
-        seed=5,
-        kappa=7,
-        preset="paper",
-    )
+def test_the_record_holds_everything_needed_to_repeat_the_run(prune, text, tmp_path):
+    report = prune(calibration=text, samples=9, seq_len=16, seed=5, kappa=7)
     assert coec.Report.read(str(tmp_path / "out")).as_dict() == report.as_dict()
     record = json.loads((tmp_path / "out/coec.json").read_text())
     assert record["coec"] == coec.__version__
@@ -227,77 +164,45 @@ def test_the_record_holds_everything_needed_to_repeat_the_run(dense, tmp_path):
     }  # fmt: skip
 
 
-def test_the_card_has_the_loading_lines_and_the_recipe(dense, tokens, tmp_path):
-    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="rcpu", **SETTINGS)
+def test_the_card_has_the_recipe_and_loading_lines_of_a_relabelled_model(prune, tmp_path):
+    prune(compensation="rcpu")
     card = (tmp_path / "out/README.md").read_text()
-    assert "AutoModelForCausalLM.from_pretrained" in card
-    assert "compensation: rcpu" in card
-    assert "% of parameters removed" in card
-    assert "0.3 of each asked for" in card
+    for line in ("compensation: rcpu", "% of parameters removed", "0.3 of each asked for",
+                 "AutoModelForCausalLM.from_pretrained",
+                 "stored as `mistral` (not llama: hidden size 32 is not a multiple of 6 heads)",
+                 "- transformers: ", "- vLLM: ", "- SGLang: ", "- llama.cpp: "):  # fmt: skip
+        assert line in card
 
 
-def test_kept_units_are_those_of_highest_score(dense, tokens, tmp_path):
-    coec.prune(dense, tmp_path / "out", calibration=tokens, selection="magnitude", **SETTINGS)
+def test_kept_units_are_those_of_highest_score(dense, prune, tmp_path):
+    prune(selection="magnitude")
     kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.1.mlp"]
     scores = weights(dense)["model.layers.1.mlp.down_proj.weight"].norm(dim=0)
     assert kept.tolist() == scores.topk(28).indices.sort().values.tolist()
 
 
-def test_units_that_greed_keeps(dense, tokens, tmp_path):
-    """Channels one by one, and whole KV groups."""
-    given = {**SETTINGS, "calibration": tokens}
-    report = coec.prune(dense, tmp_path / "out", selection="obs", sparsity=0.5,
-                        compensation="ridge-to-slice", **given)  # fmt: skip
-    saved = coec.collect(dense, tmp_path / "statistics", **given)
-    kept = load_file(tmp_path / "out/coec/kept.safetensors")
-    sites = {"mlp": (40, "mlp.down_proj"), "attention": (4, "self_attn.o_proj")}
-    for block in saved.blocks(Dense.open(dense), torch.device("cpu")):
-        for name, (units, module) in sites.items():
-            W = weights(dense)[f"model.layers.{block.index}.{module}.weight"].double()
-            gone = greedy_elimination(W, block.grams[name].xx, units, units // 2)
-            left = sorted(set(range(units)) - set(gone))
-            assert kept[f"layers.{block.index}.{name}"].tolist() == left
-    assert all(row["error_after"] < row["error_before"] for row in report.sites)
-
-
-def test_a_selection_of_the_user_is_told_how_many_stay(dense, tokens, tmp_path):
+def test_a_selection_of_the_user_is_told_how_many_stay(prune, tmp_path):
     told = set()
 
     def outer(weight, gram, *, units, keep):
         told.add((weight.shape[1], units, keep))
         return torch.arange(weight.shape[1]).to(weight)
 
-    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", selection=outer,
-               **SETTINGS)  # fmt: skip
+    prune(compensation="none", selection=outer)
     assert told == {(8, 4, 3), (40, 40, 28), (32, 4, 3)}
     kept = load_file(tmp_path / "out/coec/kept.safetensors")
     assert kept["layers.1.attention"].tolist() == [1, 2, 3]
 
 
-def test_random_units_follow_the_seed_and_differ_between_blocks(dense, tokens, tmp_path):
-    for out, seed in {"a": 0, "b": 0, "c": 1}.items():
-        coec.prune(dense, tmp_path / out, calibration=tokens, compensation="none",
-                   selection="random", seed=seed, **SETTINGS)  # fmt: skip
-    a, b, c = (load_file(tmp_path / out / "coec/kept.safetensors") for out in "abc")
-    assert torch.equal(a["layers.0.mlp"], b["layers.0.mlp"])
-    assert not torch.equal(a["layers.0.mlp"], c["layers.0.mlp"])
-    assert not torch.equal(a["layers.0.mlp"], a["layers.1.mlp"])
-
-
-def test_the_working_precision_does_not_choose_the_units(dense, tokens, tmp_path):
+def test_the_working_precision_does_not_choose_the_units(prune, tmp_path):
     for dtype in ("float32", "float64"):
-        coec.prune(dense, tmp_path / dtype, calibration=tokens, compensation="rcpu",
-                   solve_dtype=dtype, **SETTINGS)  # fmt: skip
-    first, second = (
-        load_file(tmp_path / d / "coec/kept.safetensors") for d in ("float32", "float64")
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
+        prune(dtype, compensation="rcpu", solve_dtype=dtype)
+    one, two = (tmp_path / dtype / "coec/kept.safetensors" for dtype in ("float32", "float64"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 @pytest.mark.parametrize("chosen", ["float64", "float32"])
-def test_the_working_precision_is_decided_before_any_work(
-    dense, tokens, tmp_path, monkeypatch, chosen
-):
+def test_the_working_precision_is_decided_before_any_work(prune, monkeypatch, chosen):
     """Report and journal say what it was; another device may decide otherwise."""
     asked, begun = [], []
 
@@ -308,35 +213,32 @@ def test_the_working_precision_is_decided_before_any_work(
     identity = pruning._identity
     monkeypatch.setattr(measure, "choose_solve_dtype", choose)
     monkeypatch.setattr(pruning, "_identity", lambda *a: begun.append(identity(*a)) or begun[-1])
-    report = coec.prune(
-        dense, tmp_path / "out", calibration=tokens, compensation="rcpu", **SETTINGS
-    )
+    report = prune(compensation="rcpu")
     assert asked == ["auto"]
     assert report.recipe["solve_dtype"] == begun[0]["solve_dtype"] == chosen
 
 
-def test_the_plan_foretells_the_result(dense, tokens, tmp_path):
+def test_the_plan_foretells_the_result(dense, prune, tmp_path):
     plan = coec.plan(dense, sparsity=0.5)
-    report = coec.prune(dense, tmp_path / "out", sparsity=0.5, compensation="none",
-                        calibration=tokens, **SETTINGS)  # fmt: skip
+    report = prune(sparsity=0.5, compensation="none")
     shapes = {name: tensor.shape for name, tensor in weights(tmp_path / "out").items()}
     assert shapes == plan.pruned_shapes
     assert report.plan["parameters"]["after"] == plan.parameters_after
 
 
-def test_tied_embeddings_stay_tied(tokens, tmp_path):
-    dense = tm.save(tm.tiny("llama tied", torch.float32), tmp_path / "dense")
-    coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=1, **SETTINGS)
+def test_tied_embeddings_stay_tied(prune, tmp_path):
+    tied = tm.save(tm.tiny("llama tied", torch.float32), tmp_path / "dense")
+    prune(model=tied, rounds=1)
     loaded = tm.load(tmp_path / "out")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert "lm_head.weight" not in weights(tmp_path / "out")
 
 
 @pytest.mark.parametrize("compensation", ["none", "bias"])
-def test_a_pruned_model_can_be_pruned_again(compensation, dense, tokens, tmp_path):
+def test_a_pruned_model_can_be_pruned_again(compensation, prune, tmp_path):
     """Its type is one that we write: mistral or granite for a llama of uneven heads."""
-    for source, out in ((dense, tmp_path / "one"), (tmp_path / "one", tmp_path / "two")):
-        coec.prune(source, out, calibration=tokens, compensation=compensation, **SETTINGS)
+    prune("one", compensation=compensation)
+    prune("two", model=tmp_path / "one", compensation=compensation)
     loaded = tm.load(tmp_path / "two")
     assert loaded.config.num_key_value_heads == 3  # 70 % of 3, rounded up
     assert loaded.config.intermediate_size == 20
@@ -344,12 +246,10 @@ def test_a_pruned_model_can_be_pruned_again(compensation, dense, tokens, tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_dtype_is_kept_unless_asked(dtype, tokens, tmp_path):
+def test_the_dtype_is_kept_unless_asked(dtype, prune, tmp_path):
     stored = tm.save(tm.tiny("llama", torch.bfloat16), tmp_path / "dense")
-    kept = coec.prune(stored, tmp_path / "kept", calibration=tokens, compensation="none",
-                      **SETTINGS)  # fmt: skip
-    asked = coec.prune(stored, tmp_path / "asked", calibration=tokens, compensation="none",
-                       dtype=dtype, **SETTINGS)  # fmt: skip
+    kept = prune("kept", model=stored, compensation="none")
+    asked = prune("asked", model=stored, compensation="none", dtype=dtype)
     assert kept.recipe["dtype"] == "bfloat16"
     assert asked.recipe["dtype"] == dtype
     assert {t.dtype for t in weights(tmp_path / "kept").values()} == {torch.bfloat16}
@@ -357,46 +257,42 @@ def test_the_dtype_is_kept_unless_asked(dtype, tokens, tmp_path):
     assert tm.load(tmp_path / "asked").dtype == getattr(torch, dtype)
 
 
-def test_both_names_of_the_dtype_are_kept_true(dense, tokens, tmp_path):
+def test_both_names_of_the_dtype_are_kept_true(dense, prune, tmp_path):
     copy = shutil.copytree(dense, tmp_path / "dense")
-    config = json.loads((copy / "config.json").read_text())
-    config |= {"dtype": "float32", "torch_dtype": "float32"}
-    (copy / "config.json").write_text(json.dumps(config))
-    coec.prune(copy, tmp_path / "out", calibration=tokens, compensation="none", dtype="bfloat16",
-               **SETTINGS)  # fmt: skip
+    tm.edit_config(copy, dtype="float32", torch_dtype="float32")
+    prune(model=copy, compensation="none", dtype="bfloat16")
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
 
 
-def test_many_shards_are_written_and_read(dense, tokens, tmp_path, monkeypatch):
+def test_many_shards_are_written_and_read(prune, tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "MAX_SHARD", "20KB")
-    coec.prune(dense, tmp_path / "many", calibration=tokens, compensation="none", **SETTINGS)
+    prune("many", compensation="none")
     monkeypatch.undo()
-    coec.prune(dense, tmp_path / "one", calibration=tokens, compensation="none", **SETTINGS)
+    prune("one", compensation="none")
     assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 3
     assert torch.equal(tm.logits(tm.load(tmp_path / "many")), tm.logits(tm.load(tmp_path / "one")))
-    again = coec.prune(tmp_path / "many", tmp_path / "again", calibration=tokens, **SETTINGS)
+    again = prune("again", model=tmp_path / "many")
     assert again.plan["widths"]["mlp"]["before"] == 28
 
 
-def test_force_replaces_a_model_and_leaves_nothing_of_it(dense, tokens, tmp_path):
+def test_force_replaces_a_model_and_leaves_nothing_of_it(prune, tmp_path):
     out = tmp_path / "out"
-    coec.prune(dense, out, calibration=tokens, compensation="none", **SETTINGS)
+    prune(compensation="none")
     (out / "NOTICE").write_text("old")
-    coec.prune(dense, out, calibration=tokens, compensation="none", force=True, **SETTINGS)
+    prune(compensation="none", force=True)
     assert not (out / "NOTICE").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_functions_of_the_user_need_no_registration(dense, tokens, tmp_path):
+def test_functions_of_the_user_need_no_registration(dense, prune, tmp_path):
     def first(weight, gram):
         return -torch.arange(weight.shape[1], dtype=weight.dtype)
 
     def half(problem, *, factor: float = 0.5):
         return SiteResult(factor * problem.weight[:, problem.kept.indices])
 
-    report = coec.prune(dense, tmp_path / "out", calibration=tokens, selection=first,
-                        compensation=half, factor=0.25, **SETTINGS)  # fmt: skip
+    report = prune(selection=first, compensation=half, factor=0.25)
     before, after = weights(dense), weights(tmp_path / "out")
     name = "model.layers.0.mlp.down_proj.weight"
     torch.testing.assert_close(after[name], 0.25 * before[name][:, :28])
@@ -404,29 +300,20 @@ def test_functions_of_the_user_need_no_registration(dense, tokens, tmp_path):
     assert report.recipe["options"] == {"factor": 0.25}
 
 
-def test_a_tensor_of_ids_is_calibration_text(dense, tokens, tmp_path):
+def test_a_tensor_of_ids_is_calibration_text(prune, tokens, tmp_path):
     ids = torch.from_numpy(np.load(tokens))
-    from_tensor = coec.prune(dense, tmp_path / "a", calibration=ids, compensation="rcpu",
-                             **SETTINGS)  # fmt: skip
-    from_file = coec.prune(dense, tmp_path / "b", calibration=tokens, compensation="rcpu",
-                           **SETTINGS)  # fmt: skip
+    from_tensor = prune("a", calibration=ids, compensation="rcpu")
+    from_file = prune("b", compensation="rcpu")
     assert from_tensor.calibration["windows_sha256"] == from_file.calibration["windows_sha256"]
-    assert torch.equal(tm.logits(tm.load(tmp_path / "a")), tm.logits(tm.load(tmp_path / "b")))
+    assert tm.same_weights(tmp_path / "a", tmp_path / "b")
 
 
-def test_self_calibration_needs_no_text(dense, tmp_path):
-    report = coec.prune(dense, tmp_path / "out", calibration="self", samples=20, seq_len=16,
-                        compensation="rcpu", seed=4, preset="paper")  # fmt: skip
-    assert report.calibration["source"] == "self (seed 4)"
-    assert report.calibration["windows"] == 20
-    assert tm.load(tmp_path / "out").config.intermediate_size == 28
-
-
-def test_progress_tells_every_phase(dense, tokens, tmp_path):
+def test_progress_tells_every_phase(prune):
     seen = {}
-    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none",
-               progress=lambda phase, done, total: seen.update({phase: (done, total)}),
-               **SETTINGS)  # fmt: skip
+    prune(
+        compensation="none",
+        progress=lambda phase, done, total: seen.update({phase: (done, total)}),
+    )
     assert seen.keys() == {"calibrating", "solving"}
     assert all(done == total for done, total in seen.values())
 
@@ -448,12 +335,9 @@ def test_a_real_model_on_real_text_reloads_and_writes(shared, tmp_path):
     assert tokenizer.decode(ids[0], skip_special_tokens=True).startswith("Once upon a time")
 
 
-def test_calibration_may_be_named_by_a_path(dense, tmp_path):
-    path = tmp_path / "text.txt"
-    tm.text_file(path)
-    report = coec.prune(dense, tmp_path / "out", calibration=path, samples=20, seq_len=32,
-                        compensation="none", preset="paper")  # fmt: skip
-    assert report.recipe["calibration"] == report.calibration["source"] == str(path)
+def test_calibration_may_be_named_by_a_path(prune, text):
+    report = prune(calibration=Path(text), samples=20, compensation="none")
+    assert report.recipe["calibration"] == report.calibration["source"] == text
 
 
 def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):
@@ -465,7 +349,7 @@ def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_repair_is_told_what_the_kept_value_heads_write(dense, tokens, tmp_path):
+def test_a_repair_is_told_what_the_kept_value_heads_write(prune, tmp_path):
     """Each kept head's rows once for every query head; nothing at the MLP."""
     seen = []
 
@@ -474,7 +358,7 @@ def test_a_repair_is_told_what_the_kept_value_heads_write(dense, tokens, tmp_pat
         return SiteResult(problem.weight[:, problem.kept.indices])
 
     needy = coec.Method(spy, needs={"value"})
-    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation=needy, **SETTINGS)
+    prune(compensation=needy)
     written = weights(tmp_path / "out")
     told = [value for columns, value in seen if len(columns) == 24]
     assert [value for columns, value in seen if len(columns) == 28] == [None, None]
@@ -485,20 +369,18 @@ def test_a_repair_is_told_what_the_kept_value_heads_write(dense, tokens, tmp_pat
     assert len(told) == 2
 
 
-def test_attention_is_aligned_and_the_mlp_is_not(dense, tokens, tmp_path):
-    report = coec.prune(dense, tmp_path / "out", calibration=tokens, rounds=2, **SETTINGS)
+def test_attention_is_aligned_and_the_mlp_is_not(prune):
+    report = prune(rounds=2)
     for site in report.sites:
         assert ("alignment_before" in site) == (site["site"] == "attention")
-    without = coec.prune(dense, tmp_path / "w", calibration=tokens, rounds=2, lambda_a=0.0,
-                         **SETTINGS)  # fmt: skip
+    without = prune("w", rounds=2, lambda_a=0.0)
     assert not any("alignment_before" in site for site in without.sites)
 
 
-def test_random_units_differ_between_blocks_and_seeds(dense, tokens, tmp_path):
+def test_random_units_differ_between_blocks_and_seeds(prune, tmp_path):
     kept = {}
     for out, seed in {"a": 0, "b": 0, "c": 1}.items():
-        coec.prune(dense, tmp_path / out, calibration=tokens, selection="random", seed=seed,
-                   compensation="none", **SETTINGS)  # fmt: skip
+        prune(out, selection="random", seed=seed, compensation="none")
         kept[out] = load_file(tmp_path / out / "coec/kept.safetensors")
     assert kept["a"].keys() == {
         f"layers.{i}.{site}" for i in (0, 1) for site in ("attention", "mlp")
@@ -508,15 +390,7 @@ def test_random_units_differ_between_blocks_and_seeds(dense, tokens, tmp_path):
     assert not torch.equal(kept["a"]["layers.0.mlp"], kept["a"]["layers.1.mlp"])
 
 
-def test_both_models_of_a_relabelled_card_are_named(dense, tokens, tmp_path):
-    coec.prune(dense, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
-    card = (tmp_path / "out/README.md").read_text()
-    assert "stored as `mistral` (not llama: hidden size 32 is not a multiple of 6 heads)" in card
-    for loader in ("transformers", "vLLM", "SGLang", "llama.cpp"):
-        assert f"- {loader}: " in card
-
-
-def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_path):
+def test_what_belongs_to_the_model_travels_and_nothing_else(dense, prune, tmp_path):
     source = tmp_path / "dense"
     shutil.copytree(dense, source)
     carried = {"LICENSE": "text", "chat_template.jinja": "{{ x }}", "special_tokens_map.json": "{}",
@@ -524,7 +398,7 @@ def test_what_belongs_to_the_model_travels_and_nothing_else(dense, tokens, tmp_p
     (source / "additional_chat_templates").mkdir()
     for name, text in {**carried, "training_args.bin": "x", "notes.md": "x"}.items():
         (source / name).write_text(text)
-    coec.prune(source, tmp_path / "out", calibration=tokens, compensation="none", **SETTINGS)
+    prune(model=source, compensation="none")
     for name, text in carried.items():
         assert (tmp_path / "out" / name).read_text() == text
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
@@ -555,10 +429,10 @@ def opened(monkeypatch):
 
 
 def test_a_model_is_opened_once_and_built_once_for_each_of_its_forms(
-    dense, tokens, tmp_path, opened
+    dense, prune, tokens, tmp_path, opened
 ):
     out = tmp_path / "out"
-    coec.prune(dense, out, calibration=tokens, **SETTINGS)
+    prune()
     assert opened == {dense.name: 1, "skeletons": 2}
     opened.clear()
     coec.perplexity(out, tokens, baseline=dense, seq_len=32)
@@ -568,9 +442,8 @@ def test_a_model_is_opened_once_and_built_once_for_each_of_its_forms(
     assert opened == {"out": 1, dense.name: 1}
 
 
-def test_sampled_text_needs_no_further_opening(dense, tmp_path, opened):
-    coec.prune(dense, tmp_path / "out", calibration="self", samples=4, seq_len=16,
-               compensation="none", preset="paper")  # fmt: skip
+def test_sampled_text_needs_no_further_opening(dense, opened, prune):
+    prune(calibration="self", samples=4, seq_len=16, compensation="none")
     assert opened == {dense.name: 1, "skeletons": 2}
 
 
@@ -584,19 +457,16 @@ def test_skeletons_of_one_configuration_are_apart(dense):
     assert len(two.base_model.layers) == 2
 
 
-def test_no_bit_is_lost_of_float16_beside_bfloat16(tmp_path):
+def test_no_bit_is_lost_of_float16_beside_bfloat16(dense, prune, tmp_path):
     """Neither dtype holds the other: what is carried over is the same number in float32."""
-    dense = tm.save(tm.tiny("llama", torch.float32), tmp_path / "model")
-    path = dense / "model.safetensors"
+    model = shutil.copytree(dense, tmp_path / "model")
+    path = model / "model.safetensors"
     weights = {
         name: tensor.to(torch.float16 if "embed" in name or "layers.0" in name else torch.bfloat16)
         for name, tensor in load_file(path).items()
     }
     save_file(weights, path, {"format": "pt"})
-    report = coec.prune(
-        dense, tmp_path / "out", calibration=tm.token_file(tmp_path / "tokens.npy"), samples=4,
-        seq_len=32, compensation="none", preset="paper",
-    )  # fmt: skip
+    report = prune(model=model, samples=4, compensation="none")
     written = load_file(tmp_path / "out/model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(written[name], weights[name].float())

@@ -24,6 +24,7 @@ from coec.reconstruction import TrainedBlock, block_training
 from coec.streaming.layers import Layers
 from coec.streaming.two_streams import ConsumerStatistics
 from coec.types import Gram, GramSum
+from prunings import prunes
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
 QUICK = {"reconstruct": 1, "prediction_passes": 1}
@@ -36,21 +37,16 @@ def dense(tmp_path_factory):
     return tm.save(tm.tiny("llama"), tmp_path_factory.mktemp("dense") / "model")
 
 
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    return tm.token_file(tmp_path_factory.mktemp("text") / "tokens.npy")
-
-
-def pruned(dense, out, tokens, **settings):
-    return coec.prune(dense, out, **{**SETTINGS, "calibration": tokens, **settings})
+pruned = prunes(**SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def best(dense, tokens, tmp_path_factory):
     """A folder of runs by `best`, by the rule for KV groups, and their reports."""
     root = tmp_path_factory.mktemp("best")
+    settings = SETTINGS | {"preset": "best", "calibration": tokens} | QUICK
     return root, {
-        kind: pruned(dense, root / kind, tokens, preset="best", kv_groups=kind, **QUICK)
+        kind: coec.prune(dense, root / kind, kv_groups=kind, **settings)
         for kind in ("uniform", "all", "held-out")
     }
 
@@ -59,16 +55,6 @@ def hidden(model, ids):
     """The hidden states behind every layer."""
     with torch.no_grad():
         return model(input_ids=ids, output_hidden_states=True).hidden_states
-
-
-def hidden_before_the_norm(model, ids):
-    """What the last layer returns."""
-    caught = []
-    hook = model.model.norm.register_forward_pre_hook(lambda _, args: caught.append(args[0]))
-    with torch.no_grad():
-        model(input_ids=ids)
-    hook.remove()
-    return caught[0]
 
 
 def windows(tokens):
@@ -82,7 +68,7 @@ def far(dense, out, tokens):
 
 
 @pytest.mark.slow
-def test_every_part_brings_the_hidden_states_closer(dense, tokens, tmp_path):
+def test_every_part_brings_the_hidden_states_closer(dense, pruned, tokens, tmp_path):
     """Repair, then targets with the carried error, then all weights of a block trained."""
     steps = {
         "none": {"compensation": "none"},
@@ -93,76 +79,69 @@ def test_every_part_brings_the_hidden_states_closer(dense, tokens, tmp_path):
     }
     found = {}
     for name, settings in steps.items():
-        pruned(dense, tmp_path / name, tokens, **settings)
+        pruned(name, **settings)
         found[name] = far(dense, tmp_path / name, tokens)
     assert found["none"] > found["repaired"] > found["propagated"] > found["both"], found
     assert found["repaired"] > found["trained"], found
 
 
-def test_nothing_carried_leaves_dense_statistics(dense, tokens, tmp_path):
+def test_nothing_carried_leaves_dense_statistics(pruned, tmp_path):
     """In the first block both streams are one, and so are targets, kept units and weights."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    pruned(dense, one, tokens, compensation="ridge-to-slice")
-    pruned(dense, other, tokens, compensation="ridge-to-slice", propagate=True)
-    mine, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    pruned("one", compensation="ridge-to-slice")
+    pruned("other", compensation="ridge-to-slice", propagate=True)
+    mine, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "other"))
     name = "model.layers.0.self_attn.o_proj.weight"
     torch.testing.assert_close(mine[name], theirs[name], rtol=1e-6, atol=1e-8)
     later = "model.layers.1.mlp.down_proj.weight"
     assert not torch.allclose(mine[later], theirs[later], rtol=1e-3)
 
 
-def test_without_propagation_closed_forms_are_those_of_the_dense_pass(dense, tokens, tmp_path):
+def test_without_propagation_closed_forms_are_those_of_the_dense_pass(pruned, tmp_path):
     """Only a final norm is asked for: sites are solved from dense inputs, as ever."""
-    one, other = tmp_path / "one", tmp_path / "other"
-    pruned(dense, one, tokens, compensation="ridge-to-slice")
-    pruned(dense, other, tokens, compensation="ridge-to-slice", final_norm=True)
-    mine, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    pruned("one", compensation="ridge-to-slice")
+    pruned("other", compensation="ridge-to-slice", final_norm=True)
+    mine, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "other"))
     for name in mine:
         if name != "model.norm.weight":
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.slow
-def test_held_out_windows_choose_the_number_of_groups(best, dense, tokens, tmp_path):
+def test_held_out_windows_choose_the_number_of_groups(best, pruned):
     root, reports = best
     scores = {}
     for kind in ("uniform", "all"):  # candidates are tried in closed form, on the text
         settings = {"preset": "best", "kv_groups": kind, "reconstruct": 0}
-        scores[kind] = pruned(dense, tmp_path / kind, tokens, **settings).reconstruction["kl"]
+        scores[kind] = pruned(kind, **settings).reconstruction["kl"]
     nearer = min(scores, key=scores.get)
     chosen = reports["held-out"]
     assert chosen.reconstruction["kv_groups"] == nearer
     for kind, score in scores.items():
         assert chosen.reconstruction["candidates"][kind]["kl"] == score
-    one, other = (load_file(root / n / "model.safetensors") for n in (nearer, "held-out"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert tm.same_weights(root / nearer, root / "held-out")
     parameters = [report.plan["parameters"]["after"] for report in reports.values()]
     assert max(parameters) - min(parameters) <= 2 * 3 * tm.HIDDEN  # a channel in every block
     assert reports["all"].plan["widths"]["kv_groups"] == {"before": 4, "after": 4}
     assert reports["all"].plan["parameters"]["after"] <= parameters[0]
 
 
-def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(
-    dense, tokens, tmp_path, monkeypatch
-):
+def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(pruned, monkeypatch):
     """Few windows say little about perplexity: the distance from the dense model decides."""
     facts = {"windows": "held out", "dense": 2.0}
     found = iter([{**facts, "perplexity": 3.1, "kl": 0.2}, {**facts, "perplexity": 3.0, "kl": 0.3}])
     monkeypatch.setattr(reconstruction, "_trial", lambda *given: dict(next(found)))
-    report = pruned(dense, tmp_path / "out", tokens, preset="best", **QUICK)
+    report = pruned(preset="best", **QUICK)
     assert report.reconstruction["kv_groups"] == "uniform"
     assert report.reconstruction["candidates"]["all"]["perplexity"] == 3.0
 
 
-def test_a_trial_prunes_a_quarter_of_the_blocks_and_four_at_least(
-    dense, tokens, tmp_path, monkeypatch
-):
+def test_a_trial_prunes_a_quarter_of_the_blocks_and_four_at_least(pruned, monkeypatch):
     assert [tried_blocks(n) for n in (2, 5, 8)] == [[0, 1], [0, 1, 2, 3], [0, 2, 4, 6]]
     assert tried_blocks(32) == list(range(0, 32, 4))
 
     def kl(name, tried):
         monkeypatch.setattr(reconstruction, "tried_blocks", lambda layers: tried)
-        report = pruned(dense, tmp_path / name, tokens, preset="best", **QUICK)
+        report = pruned(name, preset="best", **QUICK)
         return {n: facts["kl"] for n, facts in report.reconstruction["candidates"].items()}
 
     assert kl("none", []) == pytest.approx({"uniform": 0, "all": 0}, abs=1e-9)
@@ -183,12 +162,10 @@ def test_measured_costs_decide_the_groups_of_blocks_without_a_trial(dense, token
 
 
 @pytest.mark.slow
-def test_the_last_block_is_trained_towards_the_predictions(dense, tokens, tmp_path):
+def test_the_last_block_is_trained_towards_the_predictions(pruned, tmp_path):
     """Only its weights change, the report says by how much, and held-out KL falls."""
     settings = {"preset": "best", "kv_groups": "uniform", "final_norm": False, "reconstruct": 1}
-    reports = {
-        n: pruned(dense, tmp_path / str(n), tokens, **settings, prediction_passes=n) for n in (0, 8)
-    }
+    reports = {n: pruned(str(n), **settings, prediction_passes=n) for n in (0, 8)}
     plain, trained = (load_file(tmp_path / str(n) / "model.safetensors") for n in (0, 8))
     changed = {name for name in plain if not torch.equal(plain[name], trained[name])}
     assert changed == {name for name in plain if name.startswith("model.layers.1.")}
@@ -215,20 +192,19 @@ def test_the_row_of_a_blocks_last_site_says_how_it_was_trained(best):
 
 @pytest.mark.parametrize("weighted", ["equal", "residual"])
 def test_the_error_of_a_block_is_that_of_the_models_as_they_are_written(
-    weighted, dense, tokens, tmp_path
+    weighted, dense, pruned, tokens, tmp_path
 ):
     """Of the hidden states behind it, all windows, from the checkpoints alone."""
-    out = tmp_path / "out"
-    report = pruned(dense, out, tokens, compensation="ridge-to-slice", token_weights=weighted,
-                    **LONGER)  # fmt: skip
-    mine, theirs = (hidden(tm.load(folder), windows(tokens))[1] for folder in (out, dense))
+    report = pruned(compensation="ridge-to-slice", token_weights=weighted, **LONGER)
+    folders = (tmp_path / "out", dense)
+    mine, theirs = (hidden(tm.load(folder), windows(tokens))[1] for folder in folders)
     weights = 1 if weighted == "equal" else 1 / theirs.square().mean(dim=-1, keepdim=True)
     error = (weights * (mine - theirs).square()).sum() / (weights * theirs.square()).sum()
     training = report.sites[1]["reconstruction"]
     assert training["errors"][training["taken"]] == pytest.approx(float(error), rel=1e-5)
 
 
-def test_any_setting_of_the_training_changes_the_model(dense, tokens, tmp_path):
+def test_any_setting_of_the_training_changes_the_model(pruned, tmp_path):
     settings = {"compensation": "ridge-to-slice", "reconstruct": 1}
     found = {}
     for name, more in {
@@ -236,7 +212,7 @@ def test_any_setting_of_the_training_changes_the_model(dense, tokens, tmp_path):
         "weights": {"token_weights": "residual"}, "predictions": {"prediction_passes": 1},
         "seed": {"seed": 1},
     }.items():  # fmt: skip
-        pruned(dense, tmp_path / name, tokens, **settings | more)
+        pruned(name, **settings | more)
         found[name] = (tmp_path / name / "model.safetensors").read_bytes()
     assert found.pop("again") == found["plain"]
     assert len(set(found.values())) == len(found)
@@ -251,29 +227,24 @@ def test_the_final_norm_is_kept_where_it_helps(dense, best):
     assert torch.equal(stored, before) != tried["taken"]
 
 
-def test_a_training_that_harms_held_out_windows_is_not_taken(dense, tokens, tmp_path, monkeypatch):
+def test_a_training_that_harms_held_out_windows_is_not_taken(pruned, tmp_path, monkeypatch):
     """Steps are far too long."""
     monkeypatch.setattr(block_training, "_root_mean_square", lambda weight: 100.0)
     settings = {"preset": "best", "kv_groups": "uniform", "samples": 4, "holdout": 0.25}
-    wild = pruned(dense, tmp_path / "wild", tokens, **settings, reconstruct=4, prediction_passes=2)
-    none = pruned(dense, tmp_path / "none", tokens, **settings, reconstruct=0)
+    wild = pruned("wild", **settings, reconstruct=4, prediction_passes=2)
+    none = pruned("none", **settings, reconstruct=0)
     fits = [row[n] for row in wild.sites for n in ("reconstruction", "predictions") if n in row]
     assert len(fits) == 3
     assert all(fit["taken"] == 0 for fit in fits)
     assert not any("not trained" in str(row["events"]) for row in wild.sites)
-    one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("wild", "none"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert tm.same_weights(tmp_path / "wild", tmp_path / "none")
     assert wild.reconstruction["kl"] == none.reconstruction["kl"]
 
 
-def test_long_work_behind_the_last_block_and_on_the_way_back_is_said(dense, tokens, tmp_path):
+def test_long_work_behind_the_last_block_and_on_the_way_back_is_said(pruned):
     seen = []
-
-    def note(phase, done, total):
-        seen.append((phase, done, total))
-
     settings = {"preset": "balanced", "non_uniform": True, "samples": 16, "holdout": 0.25}
-    pruned(dense, tmp_path / "out", tokens, **settings, reconstruct=0, progress=note)
+    pruned(**settings, reconstruct=0, progress=lambda *step: seen.append(step))
     assert [entry for entry in seen if "way back" in entry[0]] == [
         ("allocating on the way back", 1, 2), ("allocating on the way back", 2, 2)
     ]  # fmt: skip
@@ -282,17 +253,13 @@ def test_long_work_behind_the_last_block_and_on_the_way_back_is_said(dense, toke
     assert scored[-1][1:] == (4, 4)
 
 
-def test_predictions_are_learned_at_a_lower_rate_where_the_whole_one_harms(
-    dense, tokens, tmp_path, monkeypatch
-):
+def test_predictions_are_learned_at_a_lower_rate_where_the_whole_one_harms(pruned, monkeypatch):
     monkeypatch.setattr(block_training, "_root_mean_square", lambda weight: 100.0)
     monkeypatch.setattr(reconstruction, "_GENTLER", 1e-3)
     settings = {"preset": "best", "kv_groups": "uniform", "samples": 16, "holdout": 0.25}
     seen = []
-    report = pruned(
-        dense, tmp_path / "out", tokens, **settings, reconstruct=1, prediction_passes=4,
-        progress=lambda *step: seen.append(step),
-    )  # fmt: skip
+    settings |= {"reconstruct": 1, "prediction_passes": 4}
+    report = pruned(**settings, progress=lambda *step: seen.append(step))
     last = [done for phase, done, _ in seen if phase == "reconstructing"][-2:]
     said = seen.index(("solving the last block for its predictions", 0, 1))
     assert [seen[said - 1][1], seen[said + 1][1]] == last
@@ -304,9 +271,7 @@ def test_predictions_are_learned_at_a_lower_rate_where_the_whole_one_harms(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
-def test_an_interrupted_run_goes_on_to_the_same_bytes(
-    dense, tokens, best, after, tmp_path, monkeypatch
-):
+def test_an_interrupted_run_goes_on_to_the_same_bytes(best, after, pruned, tmp_path, monkeypatch):
     """Both streams are run again through what is solved."""
     settings = {"preset": "best", **QUICK}
     root, reports = best
@@ -321,11 +286,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(reconstruction.BlockReconstruction, "solve", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            pruned(dense, tmp_path / "out", tokens, **settings)
+            pruned(**settings)
     if after > 1:  # otherwise nothing is lost by asking for something else
         with pytest.raises(UnfinishedError, match="reconstruct_rate"):
-            pruned(dense, tmp_path / "out", tokens, **settings, reconstruct_rate=0.2)
-    report = pruned(dense, tmp_path / "out", tokens, **settings)
+            pruned(**settings, reconstruct_rate=0.2)
+    report = pruned(**settings)
     assert json.dumps(report.reconstruction) == json.dumps(reports["held-out"].reconstruction)
     for name in ("model.safetensors", "coec/kept.safetensors", "config.json", "README.md"):
         assert (tmp_path / "out" / name).read_bytes() == (root / "held-out" / name).read_bytes()
@@ -349,16 +314,16 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_before_work(
-    settings, said, dense, tokens, tmp_path
+    settings, said, pruned, tmp_path
 ):
     with pytest.raises(OptionError, match=said):
-        pruned(dense, tmp_path / "out", tokens, **settings)
+        pruned(**settings)
     assert not list(tmp_path.iterdir())
 
 
-def test_one_window_cannot_be_held_out(dense, tokens, tmp_path):
+def test_one_window_cannot_be_held_out(pruned, tmp_path):
     with pytest.raises(CalibrationError, match="holdout"):
-        pruned(dense, tmp_path / "out", tokens, preset="best", samples=1)
+        pruned(preset="best", samples=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -392,8 +357,8 @@ def test_statistics_alone_do_not_hold_token_streams(settings, name, dense, stati
     assert not (tmp_path / "out").exists()
 
 
-def test_a_candidate_that_cannot_be_is_left_out_and_named(dense, tokens, tmp_path):
-    report = pruned(dense, tmp_path / "out", tokens, preset="best", sparsity=0.7, **QUICK)
+def test_a_candidate_that_cannot_be_is_left_out_and_named(pruned):
+    report = pruned(preset="best", sparsity=0.7, **QUICK)
     assert report.reconstruction["kv_groups"] == "uniform"
     assert not report.reconstruction["candidates"]
     assert any("kv_groups = all was not tried: " in note for note in report.plan["notes"])
@@ -407,16 +372,16 @@ def test_a_candidate_that_cannot_be_is_left_out_and_named(dense, tokens, tmp_pat
     {"propagate": True},
     {"propagate": True, "sparsity": 0.03},  # attention keeps everything, and has a target
 ])  # fmt: skip
-def test_biases_go_with_targets(variant, settings, tokens, tmp_path):
+def test_biases_go_with_targets(variant, settings, pruned, tmp_path):
     """The format then has biases at other projections too, which nobody computes."""
     model = tm.save(tm.tiny(variant), tmp_path / "model")
-    pruned(model, tmp_path / "out", tokens, compensation="bias", **settings)
+    pruned(model=model, compensation="bias", **settings)
     state = load_file(tmp_path / "out" / "model.safetensors")
     assert state["model.layers.1.mlp.down_proj.bias"].abs().max() > 0
     assert torch.isfinite(tm.logits(tm.load(tmp_path / "out"))).all()
 
 
-def test_going_on_keeps_no_graph_of_what_is_passed(dense, tokens, tmp_path, monkeypatch):
+def test_going_on_keeps_no_graph_of_what_is_passed(pruned, monkeypatch):
     """Hidden states of every solved block would stay in memory."""
     settings = {"preset": "best", "kv_groups": "uniform", **QUICK}
     solve, seen = reconstruction.BlockReconstruction.solve, []
@@ -431,34 +396,29 @@ def test_going_on_keeps_no_graph_of_what_is_passed(dense, tokens, tmp_path, monk
 
     monkeypatch.setattr(reconstruction.BlockReconstruction, "solve", watched)
     with pytest.raises(KeyboardInterrupt):
-        pruned(dense, tmp_path / "out", tokens, **settings)
-    pruned(dense, tmp_path / "out", tokens, **settings)
+        pruned(**settings)
+    pruned(**settings)
     assert len(seen) == 3
     assert not any(flag for flags in seen for flag in flags)
 
 
 @pytest.mark.slow
-def test_a_damaged_piece_of_an_ended_candidate_is_made_again(
-    dense, tokens, best, tmp_path, monkeypatch
-):
+def test_a_damaged_piece_of_an_ended_candidate_is_made_again(best, pruned, tmp_path, monkeypatch):
     settings = {"preset": "best", **QUICK}
     with monkeypatch.context() as patch:
         patch.setattr(writing.Checkpoint, "write", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            pruned(dense, tmp_path / "out", tokens, **settings)
+            pruned(**settings)
     for path in (tmp_path / "out.partial").rglob("block-00000.safetensors"):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
     with pytest.warns(RuntimeWarning, match="it is made again"):
-        pruned(dense, tmp_path / "out", tokens, **settings)
-    one, other = (
-        folder / "model.safetensors" for folder in (best[0] / "held-out", tmp_path / "out")
-    )
-    assert one.read_bytes() == other.read_bytes()
+        pruned(**settings)
+    assert tm.same_weights(best[0] / "held-out", tmp_path / "out")
 
 
-def test_a_weight_that_the_output_cannot_hold_is_named(dense, tokens, tmp_path, monkeypatch):
+def test_a_weight_that_the_output_cannot_hold_is_named(pruned, tmp_path, monkeypatch):
     """Training rounds to the dtype of the output before it judges, so such a state is not taken."""
 
     def huge(*given, **how):
@@ -466,8 +426,7 @@ def test_a_weight_that_the_output_cannot_hold_is_named(dense, tokens, tmp_path, 
         return TrainedBlock({n: p * 1e30 for n, p in start.items()}, 1, [0.5], [1.0, 0.5])
 
     monkeypatch.setattr(reconstruction, "train_block", huge)
-    report = pruned(dense, tmp_path / "out", tokens, preset="best", kv_groups="uniform",
-                    dtype="float16", **QUICK)  # fmt: skip
+    report = pruned(preset="best", kv_groups="uniform", dtype="float16", **QUICK)
     assert any("the block is not trained" in str(row["events"]) for row in report.sites)
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in loaded.values())
@@ -475,11 +434,11 @@ def test_a_weight_that_the_output_cannot_hold_is_named(dense, tokens, tmp_path, 
 
 @pytest.mark.parametrize("preset", ["balanced", "paper"])
 def test_a_training_that_fails_leaves_the_closed_form_and_says_so(
-    preset, dense, tokens, tmp_path, monkeypatch
+    preset, pruned, tmp_path, monkeypatch
 ):
     """The outputs at the start are not finite, of one block alone."""
     settings = {"preset": preset, "compensation": "ridge-to-slice", "final_norm": False}
-    pruned(dense, tmp_path / "closed", tokens, **settings, reconstruct=0)
+    pruned("closed", **settings, reconstruct=0)
     plain = Layers.function
 
     def spoilt(self, block):
@@ -488,7 +447,7 @@ def test_a_training_that_fails_leaves_the_closed_form_and_says_so(
 
     monkeypatch.setattr(Layers, "function", spoilt)
     monkeypatch.setattr(block_training, "_root_mean_square", lambda weight: 0.0)  # moves nothing
-    report = pruned(dense, tmp_path / "out", tokens, **settings, **QUICK)
+    report = pruned(**settings, **QUICK)
     first, last = report.sites[1], report.sites[3]
     assert first["reconstruction"]["taken"] == 0
     assert not first["events"]
@@ -507,23 +466,21 @@ def test_options_of_the_compensation_win_over_a_preset():
         assert Recipe(preset="best", **given).record()["options"] == {"ridge": 0.5}
 
 
-def test_one_sampled_window_is_refused_before_it_is_sampled(dense, tmp_path, monkeypatch):
+def test_one_sampled_window_is_refused_before_it_is_sampled(pruned, monkeypatch):
     monkeypatch.setattr(Dense, "network", lambda *given: 1 / 0)
     with pytest.raises(CalibrationError, match="holdout"):
-        coec.prune(dense, tmp_path / "out", preset="best", calibration="self", samples=1,
-                   seq_len=16)  # fmt: skip
+        pruned(preset="best", calibration="self", samples=1, seq_len=16)
 
 
 @pytest.mark.slow
-def test_a_preset_can_be_taken_in_parts(dense, tokens, tmp_path):
+def test_a_preset_can_be_taken_in_parts(pruned, tmp_path):
     """What `best` sets, given one by one, is `best`."""
-    whole = pruned(dense, tmp_path / "whole", tokens, preset="best", **QUICK)
+    whole = pruned("whole", preset="best", **QUICK)
     settings = {k: whole.recipe[k] for k in
                 ("selection", "compensation", "propagate", "token_weights", "final_norm",
                  "kv_groups", "holdout", "reconstruct_rate")}  # fmt: skip
-    pruned(dense, tmp_path / "parts", tokens, **settings, **whole.recipe["options"], **QUICK)
-    one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("whole", "parts"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    pruned("parts", **settings, **whole.recipe["options"], **QUICK)
+    assert tm.same_weights(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.mark.slow
@@ -550,14 +507,16 @@ def test_a_preset_can_be_taken_in_parts(dense, tokens, tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_training_goes_with_every_other_setting(settings, dense, tokens, tmp_path, monkeypatch):
+def test_training_goes_with_every_other_setting(
+    settings, dense, pruned, tokens, tmp_path, monkeypatch
+):
     """No state is taken that is worse where it is judged, and transformers loads what is written.
 
     A step has fewer tokens than a window here.
     """
     monkeypatch.setattr(block_training, "STEP_TOKENS", 16)
     given = {"compensation": "ridge-to-slice", **settings, **QUICK}
-    report = pruned(dense, tmp_path / "out", tokens, **given)
+    report = pruned(**given)
     fits = [row["reconstruction"] for row in report.sites if "reconstruction" in row]
     assert len(fits) == 2
     assert all(fit["errors"][fit["taken"]] == min(fit["errors"]) for fit in fits)
@@ -573,13 +532,13 @@ def test_training_goes_with_every_other_setting(settings, dense, tokens, tmp_pat
 @pytest.mark.parametrize(
     "settings", [{}, {"expert_sparsity": 0.25}, {"token_weights": "residual"}], ids=str
 )
-def test_experts_are_trained_with_their_block(variant, settings, tokens, tmp_path):
+def test_experts_are_trained_with_their_block(variant, settings, pruned, tmp_path):
     """Also where some of them go whole."""
     model = tm.save(tm.tiny(variant), tmp_path / "model")
     given = {"compensation": "ridge-to-slice", **settings}
-    report = pruned(model, tmp_path / "out", tokens, **given, **LONGER)
+    report = pruned(model=model, **given, **LONGER)
     plain = {"compensation": "ridge-to-slice", "expert_sparsity": given.get("expert_sparsity", 0)}
-    closed = pruned(model, tmp_path / "closed", tokens, **plain)
+    closed = pruned("closed", model=model, **plain)
     fits = [row["reconstruction"] for row in report.sites if "reconstruction" in row]
     assert [fit["taken"] > 0 for fit in fits] == [True, True]
     assert report.plan["parameters"] == closed.plan["parameters"]
@@ -590,16 +549,16 @@ def test_experts_are_trained_with_their_block(variant, settings, tokens, tmp_pat
     tm.logits(tm.load(tmp_path / "out"))
 
 
-def test_an_activation_that_is_not_silu_goes_through_the_same_path(tokens, tmp_path):
+def test_an_activation_that_is_not_silu_goes_through_the_same_path(pruned, tmp_path):
     model = tm.save(tm.tiny("llama", hidden_act="gelu"), tmp_path / "gelu")
     slowly = {**LONGER, "holdout": 0.25, "reconstruct_rate": 0.005}  # at 0.01 block 0 overfits
-    report = pruned(model, tmp_path / "out", tokens, propagate=True, **slowly)
+    report = pruned(model=model, propagate=True, **slowly)
     fits = [row["reconstruction"] for row in report.sites if "reconstruction" in row]
     assert all(fit["taken"] and fit["errors"][fit["taken"]] < fit["errors"][0] for fit in fits)
     assert math.isfinite(report.reconstruction["perplexity"])
 
 
-def test_a_factor_on_what_a_part_adds_is_measured(tokens, tmp_path):
+def test_a_factor_on_what_a_part_adds_is_measured(pruned, tmp_path):
     """Granite has one: a model of small weights times a large factor is the same model."""
     one = tm.tiny("granite", residual_multiplier=0.25)
     other = tm.tiny("granite", residual_multiplier=1.0)
@@ -611,24 +570,23 @@ def test_a_factor_on_what_a_part_adds_is_measured(tokens, tmp_path):
     logits = []
     for name, model in {"one": one, "other": other}.items():
         folder = tm.save(model, tmp_path / name)
-        out = tmp_path / f"{name}-out"
-        pruned(folder, out, tokens, compensation="ridge-to-slice", propagate=True)
-        logits.append(tm.logits(tm.load(out)))
+        pruned(f"{name}-out", model=folder, compensation="ridge-to-slice", propagate=True)
+        logits.append(tm.logits(tm.load(tmp_path / f"{name}-out")))
     torch.testing.assert_close(*logits, rtol=1e-6, atol=1e-8)
 
 
-def test_balanced_leaves_out_what_the_model_or_the_text_does_not_allow(dense, tokens, tmp_path):
+def test_balanced_leaves_out_what_the_model_or_the_text_does_not_allow(
+    dense, pruned, tokens, tmp_path
+):
     """Parts that cannot be told apart, or statistics and no text; and it says so."""
     trained = coec.plan(dense, **SETTINGS | {"preset": "balanced"}, calibration=tokens)
     assert trained.recipe.reconstruction.reconstruct
     assert not any("not trained" in note for note in trained.notes)
     gemma = tm.save(tm.tiny("gemma2"), tmp_path / "gemma")
-    report = pruned(gemma, tmp_path / "out", tokens, preset="balanced")
-    [note] = [note for note in report.plan["notes"] if "inputs that the dense model has" in note]
-    assert note.endswith("blocks of gemma2 add what a norm makes of each part")
+    report = pruned(model=gemma, preset="balanced")
     assert report.recipe["reconstruct"] == trained.recipe.reconstruction.reconstruct
     assert not report.recipe["propagate"]
-    more = pruned(gemma, tmp_path / "more", tokens, preset="balanced", reconstruct=1, samples=4)
+    more = pruned("more", model=gemma, preset="balanced", reconstruct=1, samples=4)
     assert more.recipe["reconstruct"] == 1
 
     collected = {name: SETTINGS[name] for name in SETTINGS if name not in ("sparsity", "dtype")}
@@ -676,13 +634,12 @@ def test_fast_takes_the_inputs_of_the_dense_model_where_it_must(
     )
 
 
-def test_fast_takes_statistics_with_uniform_widths(dense, tokens, tmp_path):
-    saved = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
-    plan = coec.plan(dense, statistics=saved, preset="fast", non_uniform=True)
+def test_fast_takes_statistics_with_uniform_widths(dense, statistics):
+    plan = coec.plan(dense, statistics=statistics, preset="fast", non_uniform=True)
     [note] = [note for note in plan.notes if "inputs that the dense" in note]
     assert note.endswith("statistics hold sums only, and no text; widths are uniform therefore")
     with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
-        coec.plan(dense, statistics=saved, preset="fast", non_uniform=True, allocation="error")
+        coec.plan(dense, statistics=statistics, preset="fast", non_uniform=True, allocation="error")
 
 
 def test_the_default_takes_one_window_and_says_what_judges(dense, tokens, tmp_path):
@@ -707,10 +664,10 @@ def test_the_default_takes_statistics_beside_any_setting_but_allocation_by_error
         coec.plan(dense, **given, allocation="error")
 
 
-def test_predictions_are_trained_towards_in_narrow_dtypes_too(dense, tokens, tmp_path):
+def test_predictions_are_trained_towards_in_narrow_dtypes_too(pruned):
     """As on a GPU, where the forward pass is in the model's dtype."""
     settings = {"preset": "balanced", "forward_dtype": "bfloat16", **QUICK}
-    report = pruned(dense, tmp_path / "out", tokens, **settings)
+    report = pruned(**settings)
     fit = report.sites[-1]["predictions"]
     assert fit["errors"][fit["taken"]] == min(fit["errors"])
     assert fit["fitted"][0] > 0
@@ -747,9 +704,7 @@ def test_a_target_is_fitted_to_the_sums_of_all_parts(dense, factor):
 
 
 @pytest.mark.parametrize("weights", ["equal", "residual"])
-def test_rows_have_the_energy_of_top_tokens_as_they_were_weighted(
-    dense, tokens, weights, tmp_path, monkeypatch
-):
+def test_rows_have_the_energy_of_top_tokens_as_they_were_weighted(weights, pruned, monkeypatch):
     """Of the first consumer's inputs, which are the dense model's."""
     batches = []
     update = GramSum.update
@@ -759,7 +714,7 @@ def test_rows_have_the_energy_of_top_tokens_as_they_were_weighted(
         update(sums, inputs, by_token)
 
     monkeypatch.setattr(GramSum, "update", recorded)
-    report = pruned(dense, tmp_path / "out", tokens, propagate=True, token_weights=weights)
+    report = pruned(propagate=True, token_weights=weights)
     inputs = torch.cat([inputs.flatten(0, 1) for inputs, _ in batches[:8]])
     by_token = torch.ones(len(inputs))
     if weights == "residual":
@@ -776,31 +731,28 @@ def test_rows_have_the_energy_of_top_tokens_as_they_were_weighted(
 
 @pytest.mark.parametrize("propagate", [False, True])
 def test_a_note_says_where_a_thousandth_of_the_tokens_has_most_of_the_energy(
-    dense, tokens, propagate, tmp_path, monkeypatch
+    pruned, propagate, monkeypatch
 ):
     many = torch.randint(2, tm.VOCABULARY, (40, 26), generator=torch.Generator().manual_seed(0))
 
     def sinks(name, share, **settings):
         monkeypatch.setattr(Gram, "top_token_energy", share)
         settings |= {"propagate": propagate, "guard": False}
-        return pruned(dense, tmp_path / name, **settings).events.get(SINKS)
+        return pruned(name, **settings).events.get(SINKS)
 
-    assert sinks("few", 0.6, tokens=tokens) is None  # of fewer than a thousand tokens
-    enough = {"tokens": many, "samples": 40, "seq_len": 26}
+    assert sinks("few", 0.6) is None  # of fewer than a thousand tokens
+    enough = {"calibration": many, "samples": 40, "seq_len": 26}
     assert sinks("even", 0.5, **enough) is None
     assert len(sinks("sinks", 0.6, **enough)) == 4
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
-def test_the_result_does_not_depend_on_where_states_wait(
-    preset, dense, tokens, tmp_path, monkeypatch
-):
+def test_the_result_does_not_depend_on_where_states_wait(preset, pruned, tmp_path, monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     settings = {"preset": preset, "samples": 16, "device": "cuda"}
     for room in (0.8, 0.0):
         monkeypatch.setattr(planned_run, "_ROOM_FOR_STATES", room)
-        pruned(dense, tmp_path / str(room), tokens, **settings)
-    one, other = (load_file(tmp_path / n / "model.safetensors") for n in ("0.8", "0.0"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+        pruned(str(room), **settings)
+    assert tm.same_weights(tmp_path / "0.8", tmp_path / "0.0")

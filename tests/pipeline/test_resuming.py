@@ -4,12 +4,10 @@ How a run survives being killed at any moment is in `tests/crash`.
 """
 
 import itertools
-import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
@@ -20,14 +18,9 @@ from coec.models import dense as module
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
 from coec.types import SiteResult
-from prunings import interrupt
+from prunings import content, interrupt
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
-
-
-@pytest.fixture(scope="module")
-def dense(tmp_path_factory):
-    return tm.save(tm.tiny("llama", torch.float32), tmp_path_factory.mktemp("dense") / "model")
 
 
 @pytest.fixture
@@ -41,20 +34,6 @@ def solved(monkeypatch):
 
     monkeypatch.setattr(pruning, "solve_block", counted)
     return blocks
-
-
-def content(folder):
-    """Every file by its path, without times."""
-    found = {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-    record = json.loads(found.pop("coec.json"))
-    del record["seconds"]
-    for site in record["sites"]:
-        del site["seconds"]
-    return found, record
 
 
 PAIRS = [
@@ -71,10 +50,9 @@ PAIRS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", PAIRS, ids=lambda o: "-".join(map(str, o)))
-def test_going_on_gives_the_same_bytes(options, dense, solved, tmp_path, monkeypatch):
+def test_going_on_gives_the_same_bytes(options, dense, solved, text, tmp_path, monkeypatch):
     if PAIRS.index(options) % 2:
         monkeypatch.setattr(writing, "MAX_SHARD", "20KB")
-    text = tm.text_file(tmp_path / "text.txt")
     settings = {"calibration": text} | SETTINGS | options
     if "compensation" in options:
         del settings["rounds"]
@@ -84,7 +62,7 @@ def test_going_on_gives_the_same_bytes(options, dense, solved, tmp_path, monkeyp
     coec.prune(dense, tmp_path / "out", **settings)
     assert solved == [0, 1]
     assert content(tmp_path / "out") == content(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
 @pytest.fixture
@@ -140,10 +118,7 @@ def test_the_same_text_under_another_name_goes_on(begun, solved, tmp_path):
 
 
 def test_other_weights_of_the_same_model_are_refused(begun, tmp_path):
-    path = tmp_path / "model/model.safetensors"
-    tensors = load_file(path)
-    tensors["model.norm.weight"][0] += 1
-    save_file(tensors, path, {"format": "pt"})
+    tm.edit_weights(tmp_path / "model", lambda tensors: tensors["model.norm.weight"][0].add_(1))
     refused(tmp_path, "model was", **begun)
 
 
@@ -166,14 +141,15 @@ def test_another_device_is_refused(begun, tmp_path, monkeypatch):
     refused(tmp_path, 'device was "cpu", now "cuda"', **begun)
 
 
-def test_a_run_with_functions_of_the_users_own_is_begun_anew(dense, solved, tmp_path, monkeypatch):
+def test_a_run_with_functions_of_the_users_own_is_begun_anew(
+    dense, solved, text, tmp_path, monkeypatch
+):
     """Nothing tells whether they still do the same; a compensation of the same name is another."""
 
     def bias(problem):
         return SiteResult(problem.weight[:, problem.kept.indices] / 2)
 
-    asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 8, "seq_len": 32}
-    asked |= {"preset": "paper"}
+    asked = {"preset": "paper", "calibration": text, "samples": 8, "seq_len": 32}
     shutil.copytree(dense, tmp_path / "model")
     arguments = (tmp_path / "model", tmp_path / "out")
     interrupt(monkeypatch, coec.prune, *arguments, compensation=bias, **asked)
@@ -185,17 +161,16 @@ def test_a_run_with_functions_of_the_users_own_is_begun_anew(dense, solved, tmp_
     assert solved == [0, 1]
 
 
-def test_diagnostics_that_no_report_holds_are_refused(dense, tmp_path):
+def test_diagnostics_that_no_report_holds_are_refused(dense, text, tmp_path):
     def late(problem):
         last = problem.weight.shape[1] == 40  # not on the small problem that is tried first
         diagnostics = {"mine": float("nan") if last else 0.0}
         return SiteResult(problem.weight[:, problem.kept.indices], None, diagnostics)
 
-    text = tm.text_file(tmp_path / "text.txt")
     with pytest.raises(OptionError, match="diagnostics for model.layers.0.mlp.*no report holds"):
         coec.prune(dense, tmp_path / "out", calibration=text, samples=8, seq_len=32,
                    compensation=late, preset="paper")  # fmt: skip
-    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_threads_are_refused(begun, tmp_path):
@@ -217,41 +192,27 @@ def test_statistics_instead_of_the_same_text_are_no_other_run(begun, solved, tmp
     assert solved == [0, 1]
 
 
-def test_a_damaged_block_found_late_costs_only_itself(dense, tmp_path, monkeypatch, solved):
+def test_a_damaged_block_found_late_costs_only_itself(dense, text, tmp_path, monkeypatch, solved):
     """Weights are read when their turn comes: what was finished before stays, and is used."""
     monkeypatch.setattr(module, "_SAMPLED", 64)
-    good, out, text = tmp_path / "good", tmp_path / "out", tm.text_file(tmp_path / "text.txt")
-    shutil.copytree(dense, good)
+    good, out = shutil.copytree(dense, tmp_path / "good"), tmp_path / "out"
     whole = coec.prune(good, tmp_path / "whole", calibration=text, **SETTINGS)
-    weights = load_file(good / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    bad = weights[name].flatten().index_fill(0, torch.tensor([5]), float("nan"))
-    save_file(weights | {name: bad.view_as(weights[name])}, good / "model.safetensors")
-    with pytest.raises(ModelError, match=f"{name} .* holds NaN or Inf") as caught:
+    undo = changed(good, "model.layers.1.mlp.up_proj.weight", float("nan"))
+    with pytest.raises(ModelError, match=r"1\.mlp\.up_proj\.weight .* holds NaN or Inf") as caught:
         coec.prune(good, out, calibration=text, **SETTINGS)
     assert "what is finished is kept" in caught.value.__notes__[0]
-    save_file(weights, good / "model.safetensors")
+    undo()
     solved.clear()
     report = coec.prune(good, out, calibration=text, **SETTINGS)
     assert solved == [1]
     assert report.model_sha256 == whole.model_sha256
     assert content(out)[0].keys() == content(tmp_path / "whole")[0].keys()
-    assert (out / "model.safetensors").read_bytes() == (
-        tmp_path / "whole/model.safetensors"
-    ).read_bytes()
+    assert tm.same_weights(out, tmp_path / "whole")
 
 
 BEGUN = {
     "prune": ({"compensation": "none"}, 2),
-    "best": (
-        {
-            "preset": "best",
-            "reconstruct": 1,
-            "prediction_passes": 1,
-            "samples": 8,
-        },
-        1,
-    ),
+    "best": ({"preset": "best", "reconstruct": 1, "prediction_passes": 1, "samples": 8}, 1),
     "self": ({"compensation": "none", "calibration": "self", "samples": 4}, 1),
     "allocate": ({"compensation": "none", "allocation": "adaptive", "non_uniform": True}, 1),
     "collect": ({}, 1),
@@ -260,12 +221,11 @@ BEGUN = {
 OTHER = "model.embed_tokens.weight"
 
 
-def changed(model, name):
+def changed(model, name, by=0.5):
     """Changes a weight where the fingerprint does not look; returns what undoes that."""
     path = model / "model.safetensors"
-    before, weights = path.read_bytes(), load_file(path)
-    weights[name].view(-1)[5] += 0.5
-    save_file(weights, path, {"format": "pt"})
+    before = path.read_bytes()
+    tm.edit_weights(model, lambda weights: weights[name].view(-1)[5].add_(by))
     return lambda: path.write_bytes(before)
 
 
@@ -276,14 +236,13 @@ def changed(model, name):
      ("prune", "model.layers.0.mlp.up_proj.weight"), ("self", "model.layers.0.mlp.up_proj.weight")],
 )  # fmt: skip
 def test_a_model_that_changed_where_nothing_was_sampled_is_not_gone_on_with(
-    run, name, dense, tmp_path, monkeypatch
+    run, name, dense, text, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(module, "_SAMPLED", 64)
     model, out = shutil.copytree(dense, tmp_path / "model"), tmp_path / "out"
     settings, pieces = BEGUN[run]
     make = coec.collect if run == "collect" else coec.prune
-    asked = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 12, "seq_len": 32}
-    asked |= settings
+    asked = {"calibration": text, "samples": 12, "seq_len": 32, **settings}
     put, count = Journal.put, itertools.count(1)
 
     def ended(self, *arguments, **facts):
@@ -305,11 +264,10 @@ def test_a_model_that_changed_where_nothing_was_sampled_is_not_gone_on_with(
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
 def test_statistics_of_a_model_that_changed_where_nothing_was_sampled_are_refused(
-    name, dense, tmp_path, monkeypatch
+    name, dense, text, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(module, "_SAMPLED", 64)
     model = shutil.copytree(dense, tmp_path / "model")
-    text = tm.text_file(tmp_path / "text.txt")
     made = coec.collect(model, tmp_path / "statistics", calibration=text, samples=8, seq_len=32)
     changed(model, name)
     with pytest.raises(ModelError, match="was changed .* since its statistics were collected"):

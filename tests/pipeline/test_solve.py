@@ -12,16 +12,11 @@ from coec.models.dense import Dense
 from coec.pipeline.guard import TRUSTED
 from coec.pipeline.solve import UNSEEN
 from coec.types import KeptSet
+from outcomes import succeeded
 
 FEW = "few tokens: the repair is drawn back towards the slice"
-SETTINGS = {
-    "preset": "paper",
-    "sparsity": 0.3,
-    "forward_dtype": "float64",
-    "seq_len": 2,
-    "samples": 1,
-    "seed": 1,
-}
+COLLECTED = {"forward_dtype": "float64", "seq_len": 2, "samples": 1, "seed": 1}
+SETTINGS = {"preset": "paper", "sparsity": 0.3, **COLLECTED}
 
 
 @pytest.fixture(scope="module")
@@ -92,34 +87,30 @@ def test_a_method_that_shrinks_of_itself_is_left(dense, tokens, tmp_path, monkey
     assert not any(event.startswith(FEW) for event in events)
     monkeypatch.setattr("coec.pipeline.guard.TRUSTED", 0.0001)
     coec.prune(dense, tmp_path / "other", **settings)
-    one, other = (load_file(tmp_path / out / "model.safetensors") for out in ("one", "other"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert tm.same_weights(tmp_path / "one", tmp_path / "other")
 
 
-def test_statistics_of_experts_serve_as_the_text_does(dense, tokens, tmp_path):
-    """Some of them of no token."""
-    apart = {key: value for key, value in SETTINGS.items() if key != "sparsity"}
-    coec.collect(dense, tmp_path / "s", **apart, calibration=tokens)
-    text = coec.prune(dense, tmp_path / "a", **SETTINGS, calibration=tokens)
-    saved = coec.prune(
-        dense, tmp_path / "b", sparsity=0.3, statistics=tmp_path / "s", preset="paper"
-    )
-    first, second = ((tmp_path / out / "model.safetensors").read_bytes() for out in "ab")
-    assert first == second
-    assert [row.get("tokens") for row in text.sites] == [row.get("tokens") for row in saved.sites]
+@pytest.mark.parametrize("whole", [0, 0.25])
+def test_statistics_of_experts_serve_as_the_text_does(whole, dense, tokens, tmp_path):
+    """Some of them of no token, and also where the scores of whole experts are made of them."""
+    made = coec.collect(dense, tmp_path / "s", **COLLECTED, calibration=tokens)
+    how = {"preset": "paper", "sparsity": 0.3, "expert_sparsity": whole}
+    text = coec.prune(dense, tmp_path / "a", **how, **COLLECTED, calibration=tokens)
+    saved = coec.prune(dense, tmp_path / "b", **how, statistics=made.folder)
+    assert tm.same_weights(tmp_path / "a", tmp_path / "b")
+    for name in ("tokens", "score"):
+        assert [row.get(name) for row in text.sites] == [row.get(name) for row in saved.sites]
+    assert any("score" in row for row in saved.sites) == bool(whole)
 
 
 def test_the_command_says_what_became_of_experts(dense, tokens, tmp_path, run):
     flags = ["--sparsity", "0.3", "--samples", "2", "--seq-len", "2", "--calibration", tokens]
-    status, dry, _ = run("prune", dense, tmp_path / "out", *flags, "--dry-run")
-    assert status == 0
+    dry, _ = succeeded(run("prune", dense, tmp_path / "out", *flags, "--dry-run"))
     assert "experts keep 32 intermediate channels" in dry
-    status, made, said = run("prune", dense, tmp_path / "out", *flags)
-    assert status == 0
+    made, said = succeeded(run("prune", dense, tmp_path / "out", *flags))
     assert "expert error" in made
     assert FEW in said
     assert "--preset best" not in made  # it is refused for these blocks
-    status, analyzed, _ = run("analyze", dense, tmp_path / "out", "--no-speed", "--json")
-    assert status == 0
+    analyzed, _ = succeeded(run("analyze", dense, tmp_path / "out", "--no-speed", "--json"))
     rows = json.loads(analyzed)["geometry"]["modules"]
     assert sum(row["site"] == "expert" for row in rows) == 8

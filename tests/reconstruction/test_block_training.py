@@ -226,9 +226,8 @@ def test_what_is_judged_is_what_will_be_written():
     assert not torch.equal(rounded, last.theta["W"])
     objective = relative_error(examples(), CPU)
     error = sum(
-        float(objective(linear({"W": rounded}, w.inputs), w.targets, w.weights))
-        for w in examples()
-    )  # fmt: skip
+        float(objective(linear({"W": rounded}, w.inputs), w.targets, w.weights)) for w in examples()
+    )
     assert last.errors[last.taken] == pytest.approx(error / (48 * LENGTH), rel=1e-5)
 
 
@@ -243,13 +242,6 @@ def test_another_objective_can_be_made_small():
     expected = random(H, H, seed=99)
     torch.testing.assert_close(found.theta["W"][0], expected[0], rtol=0, atol=0.05)
     torch.testing.assert_close(found.theta["W"][1:], random(H, H, seed=3)[1:])
-
-
-def test_the_record_is_json_without_weights():
-    found = trained(examples(), passes=2)
-    assert found.record() == {
-        "taken": found.taken, "fitted": found.fitted, "errors": found.errors,
-    }  # fmt: skip
 
 
 def test_the_rate_rises_shortly_and_falls_to_nothing(monkeypatch):

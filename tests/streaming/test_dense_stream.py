@@ -39,21 +39,6 @@ def test_a_window_longer_than_a_batch_is_a_batch(checkpoint, monkeypatch):
     assert [block.grams["mlp"].tokens for block in blocks] == [160, 160]
 
 
-def test_statistics_are_those_of_independent_windows(checkpoint):
-    """A window attends to nothing of another: the sum over windows is the statistics of all."""
-    both = [block.grams["attention"] for block in stream(checkpoint).blocks()]
-    alone = [
-        [block.grams["attention"] for block in stream(checkpoint, IDS[i : i + 1]).blocks()]
-        for i in range(len(IDS))
-    ]
-    for index, total in enumerate(both):
-        summed = alone[0][index]
-        for row in alone[1:]:
-            summed = summed + row[index]
-        torch.testing.assert_close(total.xx, summed.xx)
-        assert total.tokens == summed.tokens
-
-
 def test_only_one_block_is_ever_in_memory(checkpoint, monkeypatch):
     running = stream(checkpoint)
     seen = []

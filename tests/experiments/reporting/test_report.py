@@ -10,6 +10,7 @@ import sweep_rows as sr
 from coec.errors import OptionError, OutputError
 from coec.experiments import files
 from coec.experiments.reporting.report import write_report
+from outcomes import raising, succeeded
 
 SMALL = [
     sr.row(grids=["main"], compensation=c, perplexity=sr.perplexity(p))
@@ -18,8 +19,7 @@ SMALL = [
 
 
 def test_four_files_are_written_and_named(tmp_path, run):
-    status, shown, _ = run("report", sr.write(tmp_path, SMALL))
-    assert status == 0
+    shown, _ = succeeded(run("report", sr.write(tmp_path, SMALL)))
     assert "2 cells done, 0 failed." in shown
     for name in ("report.csv", "report.md", "report.tex", "report.html"):
         assert str(tmp_path / name) in shown
@@ -90,11 +90,8 @@ def test_a_missing_library_names_the_extra(library, tmp_path, monkeypatch):
 def test_a_failed_write_leaves_the_old_report(tmp_path, monkeypatch):
     folder = sr.write(tmp_path, SMALL)
     (folder / "report.csv").write_text("old")
-
-    def refused(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files.os, "replace", refused)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(files.os, "replace", raising(full))
     with pytest.raises(OutputError, match=r"report.csv \(No space left on device\): make"):
         write_report(folder)
     assert (folder / "report.csv").read_text() == "old"
