@@ -243,7 +243,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
             if case["first"]:
                 found = {"error": _state_error(network, ids, dense)}
             else:
-                found = _prediction(network, ids, dense, norm)
+                found = _prediction(network, ids, dense, [norm, _head(model)])
             numbers |= {prefix + name: value for name, value in found.items()}
         if case["limit"]:
             del network
@@ -355,20 +355,29 @@ def _states(network: Any, ids: Tensor) -> Tensor:
     return found[0].cpu()
 
 
+def _head(model: Path) -> Tensor:
+    """Return the weights of a model's head."""
+    weight: Tensor = _network(model).lm_head.weight.detach()
+    return weight
+
+
 @torch.no_grad()
-def _prediction(network: Any, ids: Tensor, dense: Tensor, norm: Tensor) -> dict[str, float]:
+def _prediction(network: Any, ids: Tensor, dense: Tensor, end: list[Tensor]) -> dict[str, float]:
     """Return perplexity, mean KL(dense ‖ pruned) in nats per token, and the dense perplexity.
 
-    The head is the same in both models; the final norm's weight may not be.
+    Args:
+        dense: what the dense model has behind its last block.
+        end: weights of its final norm and head; what is trained has others.
     """
-    weight = {"weight": norm.to(network.device)}
+    norm, head = ({"weight": weight.to(network.device)} for weight in end)
     sums = torch.zeros(3, dtype=torch.float64)
     for batch, states in zip(ids.split(8), dense.split(8), strict=True):
         ours = network.model.norm(_states(network, batch).to(network.device))[:, :-1]
-        theirs = functional_call(network.model.norm, weight, states.to(network.device))[:, :-1]
+        theirs = functional_call(network.model.norm, norm, states.to(network.device))[:, :-1]
         parts = [t.flatten(0, 1).split(_TOKENS_AT_ONCE) for t in (ours, theirs)]
         for p, q, target in zip(*parts, batch[:, 1:].flatten().split(_TOKENS_AT_ONCE), strict=True):
-            log_p, log_q = (network.lm_head(h).float().log_softmax(-1) for h in (p, q))
+            logits = network.lm_head(p), functional_call(network.lm_head, head, q)
+            log_p, log_q = (scores.float().log_softmax(-1) for scores in logits)
             target = target.to(network.device)
             sums += torch.stack([
                 F.nll_loss(log_p, target, reduction="sum").double(),

@@ -8,11 +8,12 @@ both documents with the rows.
 
 import re
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.real import ABLATION, BASELINE, DENSE, tables
+from benchmarks.real import ABLATION, BASELINE, BUDGETS, DENSE, STARTS, WAYS, tables
 
 README = (
     ("the dense model", "", DENSE),
@@ -63,9 +64,13 @@ def kept() -> Rows:
 
 def documents(rows: Rows) -> dict[str, dict[str, str]]:
     """Return what stands between the marks of every document."""
-    every = tables(list(rows.values()), "cpu").strip()
+    pruned = [row for (name, _), row in rows.items() if ", recover " not in name]
+    every = tables(pruned, "cpu").strip()
     blocks = {"real": every, "real main": main_table(rows), "real ablation": ablation(rows)}
-    return {"README.md": {"real": readme(rows)}, "docs/lab/RESULTS.md": blocks}
+    return {
+        "README.md": {"real": readme(rows)}, "docs/lab/RESULTS.md": blocks,
+        "docs/RECOVER.md": {"real recover": recovered(rows)},
+    }  # fmt: skip
 
 
 def replaced(text: str, mark: str, content: str) -> str:
@@ -111,12 +116,32 @@ def ablation(rows: Rows) -> str:
     return record.table(["", "perplexity", "KL", "CPU s"], lines)
 
 
+def recovered(rows: Rows) -> str:
+    """Return what training gives every start at 30 %, by budget and way."""
+    lines = []
+    for start, tokens, way in product(STARTS, BUDGETS, WAYS):
+        row = rows.get((f"{start}, recover {tokens}" + (f", {way}" if way else ""), 0.3))
+        if row is None:
+            continue
+        before = rows[start, 0.3]
+        pairs = [f"{before[name]:.3f} → {row[name]:.3f}" for name in ("kl", "stories_kl")]
+        lines.append([
+            start, tokens, way or "all weights, WikiText-2", *pairs, f"{row['perplexity']:.1f}",
+            f"{row['cpu'] - row['training_cpu']:.0f} + {row['training_cpu']:.0f}",
+            f"{row['learning_rate']:.1e}",
+            f"{row['planned_bytes'] / 1e9:.1f}, {row['bytes'] / 1e9:.1f}",
+        ])  # fmt: skip
+    header = ["from", "tokens", "what is trained, and on what", "KL", "KL on stories", "perplexity"]
+    header += ["CPU s: pruning + training", "rate", "memory: planned, taken (GB)"]
+    return record.table(header, lines)
+
+
 def _perplexity(row: Mapping[str, Any] | None) -> str:
     return "–" if row is None else f"{row['perplexity']:.2f}"
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """Draw KL on both texts against CPU seconds, at 30 %."""
+    """Draw KL on both texts against CPU seconds at 30 %; dashed: the whole model trained."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -135,6 +160,10 @@ def draw(rows: Rows, path: Path) -> None:
                 name.replace(", by block", "*"), (row["cpu"], row[key]), fontsize=8,
                 xytext=(4, -10 if name == "none" else 4), textcoords="offset points",
             )  # fmt: skip
+        for start in STARTS:
+            trained = [rows.get((f"{start}, recover {tokens}", 0.3)) for tokens in BUDGETS]
+            points = [(row["cpu"], row[key]) for row in (rows.get((start, 0.3)), *trained) if row]
+            ax.plot(*zip(*points, strict=True), "x--", color="C2", linewidth=1, zorder=0)
         ax.set(xscale="log", title=title, xlabel="CPU seconds (* widths by block)")
         ax.set_xticks([200, 500, 1000, 2000], ["200", "500", "1,000", "2,000"])
         ax.minorticks_off()

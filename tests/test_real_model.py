@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import coec
 from benchmarks import real, real_documents, real_model, record
@@ -78,11 +79,19 @@ def test_perplexity_and_divergence_are_those_of_eval(two_blocks: Path, small: No
     ids = real.evaluation_ids(two_blocks, real.SIZES["cpu"], SHARED / real.JUDGES[""])
     dense, norm = real.dense_states(two_blocks, ids)
     network = real._network(two_blocks)
-    found = real._prediction(network, ids, dense, norm)
-    expected = coec.perplexity(network, ids, seq_len=128, baseline=two_blocks)
-    assert found["perplexity"] == pytest.approx(expected.perplexity, rel=2e-2)  # bfloat16
+    end = [norm, real._head(two_blocks)]
+    found = real._prediction(network, ids, dense, end)
     assert found["perplexity"] == found["dense"]
     assert abs(found["kl"]) < 1e-6
+    with torch.no_grad():  # what is trained has an end of its own, here with its embedding
+        network.lm_head.weight.mul_(1.25)
+        network.model.norm.weight.mul_(0.8)
+    changed = real._prediction(network, ids, dense, end)
+    expected = coec.perplexity(network, ids, seq_len=128, baseline=two_blocks)
+    assert changed["dense"] == found["dense"]
+    for name in ("perplexity", "kl"):  # bfloat16
+        assert changed[name] == pytest.approx(getattr(expected, name), rel=2e-2)
+    assert changed["kl"] > 1e-3
 
 
 def test_without_wheel_and_network_one_line_says_so(
