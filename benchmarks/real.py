@@ -284,7 +284,12 @@ def _recover(
     size, data = SIZES[case["size"]], Path(case["shared"]) / "data"
     train, text = _train_text(data / "wikitext-2", out.parent), settings["text"]
     stories = data / "tinystories/train.txt"
-    sources = {"train": train, "stories": stories, "both": f"{train}=1,{stories}=1"}
+    sources = {
+        "train": train,
+        "stories": stories,
+        "valid": data / "wikitext-2/valid.raw.txt",
+        "both": f"{train}=1,{stories}=1",
+    }
     if text == "same":
         sources[text] = same_windows(
             model, data / "wikitext-2/valid.raw.txt", out.parent, samples=size.samples,
@@ -305,10 +310,11 @@ def _recover(
 
 
 def _train_text(texts: Path, work: Path) -> Path:
-    """Write WikiText-2 train without `<unk>`, which stands there for rare words."""
-    text = (texts / "train.tokens.txt").read_text(encoding="utf-8")
+    """Write WikiText-2 train without the sentences that have `<unk>`, which is for rare words."""
+    lines = (texts / "train.tokens.txt").read_text(encoding="utf-8").splitlines()
     path = work / "train.txt"
-    path.write_text(text.replace("<unk> ", ""), encoding="utf-8")
+    kept = (" . ".join(s for s in line.split(" . ") if "<unk>" not in s) for line in lines)
+    path.write_text("\n".join(kept), encoding="utf-8")
     return path
 
 
