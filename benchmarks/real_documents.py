@@ -28,6 +28,11 @@ README = (
     ("at once, where custom code is no problem", "`--preset fast --non-uniform`", "fast, by block"),
     ("the default's training, likewise", "`--preset balanced --non-uniform`", "balanced, by block"),
     ("and longer training", "`--preset best --non-uniform`", "best, by block"),
+    (
+        "at once, then the whole model on 100,000 tokens",
+        "`--preset fast --non-uniform`, `coec recover`",
+        "fast, by block, recover 100k",
+    ),
 )
 """What a row is for, the flags that make it, and its name."""
 MAIN = (
@@ -147,7 +152,7 @@ def draw(rows: Rows, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    names = [name for _, _, name in README if (name, 0.3) in rows]
+    names = [name for _, _, name in README if (name, 0.3) in rows and ", recover " not in name]
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     for ax, key, title in zip(axes, ("kl", "stories_kl"), ("WikiText-2", "stories"), strict=True):
         for name in names:

@@ -24,13 +24,13 @@ from coec.recovery import plan
 from coec.recovery import text as texts
 from coec.settings.recovery import Recovery, check_installed
 
-RATE, LORA_FACTOR = 0.065, 10
-"""The learning rate in root mean squares of the weights times √(batch · start / width), where
+RATE, LORA_FACTOR = 0.55, 10
+"""The learning rate in root mean squares of the weights times √(batch · start) / width, where
 `batch` is windows for each step and `start` the divergence in nats, one at most; and that of
 low-rank additions in learning rates.
 
-Adam changes every entry of a matrix by about its rate, all together by a matrix of low rank, whose
-size is therefore √width times that; what is near its end needs shorter steps, and noisy gradients
+Adam changes every entry of a matrix by about its rate, and what a row of `width` such changes adds
+to an output grows with their number; what is near its end needs shorter steps, and noisy gradients
 of few windows too (docs/RECOVER.md).
 """
 
@@ -75,7 +75,7 @@ class Job:
             for tensor in self.pruned.tensors(self.pruned.layout.blocks[0]).values()
             if tensor.ndim == 2
         ]
-        rate = RATE * math.sqrt(batch * min(start, 1.0) / self.dense.shape.hidden) * median(sizes)
+        rate = RATE * math.sqrt(batch * min(start, 1.0)) / self.dense.shape.hidden * median(sizes)
         return rate * (1 if self.recovery.lora is None else LORA_FACTOR)
 
     @property
