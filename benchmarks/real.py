@@ -214,7 +214,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
         settings = dict(case["settings"])
         recovery = settings.pop("recover", None)
-        start, before = _start(case | {"settings": settings}) if recovery else (model, {})
+        start, before = _kept_start(case | {"settings": settings}) if recovery else (model, {})
         pruned = Path(work) / "pruned"
         began, spent = time.perf_counter(), time.process_time()
         if case["row"] == DENSE:
@@ -256,7 +256,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
     return numbers
 
 
-def _start(case: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+def _kept_start(case: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     """Return what a row pruned and the row's numbers, kept for the trainings that begin from it."""
     named = json.dumps([case["model"], case["size"], case["sparsity"], case["seed"],
                         case["settings"], record.commit()])  # fmt: skip

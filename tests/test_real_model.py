@@ -70,7 +70,7 @@ def test_a_row_that_is_trained_afterwards_says_how_fast(two_blocks: Path, small:
     trained = real.measured(case(two_blocks, name, settings))
     assert trained["tokens_per_second"] > 0
     assert 0 < trained["error"] < 1
-    start, numbers = real._start(case(two_blocks, name, real.ROWS["none"]))
+    start, numbers = real._kept_start(case(two_blocks, name, real.ROWS["none"]))
     assert (start / "config.json").is_file()
     assert numbers["cpu"] < trained["cpu"]  # which has the pruning too
 
