@@ -103,9 +103,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "teacher stored": {"teacher": "stored"},
 }
 """Ways to train a start, by what they differ in from all weights on WikiText-2 train."""
-for _start, _tokens, (_way, _options) in product(STARTS, BUDGETS, WAYS.items()):
-    _name = f"{_start}, recover {_tokens}" + (f", {_way}" if _way else "")
-    ROWS[_name] = ROWS[_start] | {"recover": {"text": "train", "tokens": _tokens} | _options}
+TRAININGS = {
+    f"{start}, recover {tokens}" + (f", {way}" if way else ""): (start, tokens, way)
+    for start, tokens, way in product(STARTS, BUDGETS, WAYS)
+}
+"""Start, budget and way of every row that is trained, by its name."""
+for _name, (_start, _tokens, _way) in TRAININGS.items():
+    _training = {"text": "train", "tokens": _tokens} | WAYS[_way]
+    ROWS[_name] = ROWS[_start] | {"recover": _training}
 """Rows that are made where they are named: the rest of the paper's main table, its ablation
 (COEC built up from RCPU), a million tokens that calibrate, and trainings of what a row pruned."""
 
@@ -201,8 +206,45 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def measured(case: dict[str, Any]) -> dict[str, Any]:
-    """Prune once, in this process; return the row's numbers."""
+    """Make a row's model, in this process; return the row's numbers."""
     import coec  # after the parent's start: what a row runs is what lies on the disk now
+
+    model, size = Path(case["model"]), SIZES[case["size"]]
+    numbers: dict[str, Any] = {"wall": 0.0, "cpu": 0.0}
+    with tempfile.TemporaryDirectory(dir=CACHE) as work:
+        made = Path(work) / "model"
+        if case["row"] == DENSE:
+            made = model
+        elif "recover" in case["settings"]:
+            numbers = _trained(case, made)
+        else:
+            numbers = _pruned(case, made)
+        numbers["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if torch.cuda.is_available():
+            numbers["device_bytes"] = torch.cuda.max_memory_allocated()
+        network, head = _network(made), _head(model)
+        for prefix, text in JUDGES.items():
+            ids = evaluation_ids(model, size, Path(case["shared"]) / text)
+            dense, norm = dense_states(model, ids)
+            if case["first"]:
+                found = {"error": _state_error(network, ids, dense)}
+            else:
+                found = _prediction(network, ids, dense, [norm, head])
+            numbers |= {prefix + name: value for name, value in found.items()}
+        if case["limit"]:
+            del network
+            tasks = coec.zero_shot(
+                made, limit=case["limit"], tasks_data=Path(case["shared"]) / "data/tasks",
+                dtype="bfloat16", trust_remote_code=True,
+            )  # fmt: skip
+            numbers["tasks"] = {score.task: score.value for score in tasks.tasks}
+            numbers["mean"] = tasks.mean
+    return numbers
+
+
+def _pruned(case: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Prune into a folder; return the seconds, and the share of the parameters that went."""
+    import coec
 
     model, size = Path(case["model"]), SIZES[case["size"]]
     texts = Path(case["shared"]) / TEXTS
@@ -211,53 +253,22 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
         "seq_len": size.seq_len, "seed": case["seed"], "forward_dtype": "bfloat16",
     }  # fmt: skip
     numbers: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=CACHE) as work:
-        settings = dict(case["settings"])
-        recovery = settings.pop("recover", None)
-        start, before = _kept_start(case | {"settings": settings}) if recovery else (model, {})
-        pruned = Path(work) / "pruned"
-        began, spent = time.perf_counter(), time.process_time()
-        if case["row"] == DENSE:
-            pruned = model
-        elif case["row"] == "OSSCAR":
-            osscar.prune(model, pruned, case["sparsity"], **windows)
-        elif recovery:
-            numbers |= _recover(model, start, pruned, recovery, case)
-        else:
-            settings = windows | settings | {"sparsity": case["sparsity"]}
-            if settings["calibration"] == "train":
-                settings["calibration"] = str(_train_text(texts, Path(work)))
-            report = coec.prune(model, pruned, progress=_progress, **settings)
-            numbers["removed"] = report.plan["removed"]["parameters"]
-        numbers["wall"] = time.perf_counter() - began + before.get("wall", 0.0)
-        numbers["cpu"] = time.process_time() - spent + before.get("cpu", 0.0)
-        numbers["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if torch.cuda.is_available():
-            numbers["device_bytes"] = torch.cuda.max_memory_allocated()
-        if kept := case.get("keep"):
-            shutil.copytree(pruned, kept)
-        network = _network(pruned)
-        for prefix, text in JUDGES.items():
-            ids = evaluation_ids(model, size, Path(case["shared"]) / text)
-            dense, norm = dense_states(model, ids)
-            if case["first"]:
-                found = {"error": _state_error(network, ids, dense)}
-            else:
-                found = _prediction(network, ids, dense, [norm, _head(model)])
-            numbers |= {prefix + name: value for name, value in found.items()}
-        if case["limit"]:
-            del network
-            tasks = coec.zero_shot(
-                pruned, limit=case["limit"], tasks_data=Path(case["shared"]) / "data/tasks",
-                dtype="bfloat16", trust_remote_code=True,
-            )  # fmt: skip
-            numbers["tasks"] = {score.task: score.value for score in tasks.tasks}
-            numbers["mean"] = tasks.mean
-    return numbers
+    began, spent = time.perf_counter(), time.process_time()
+    if case["row"] == "OSSCAR":
+        osscar.prune(model, out, case["sparsity"], **windows)
+    else:
+        settings = windows | case["settings"] | {"sparsity": case["sparsity"]}
+        if settings["calibration"] == "train":
+            settings["calibration"] = str(_train_text(texts, out.parent))
+        report = coec.prune(model, out, progress=_progress, **settings)
+        numbers["removed"] = report.plan["removed"]["parameters"]
+    return numbers | {
+        "wall": time.perf_counter() - began, "cpu": time.process_time() - spent,
+    }  # fmt: skip
 
 
 def _kept_start(case: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Return what a row pruned and the row's numbers, kept for the trainings that begin from it."""
+    """Return what a row pruned, kept for the trainings that begin from it, and its numbers."""
     named = json.dumps([case["model"], case["size"], case["sparsity"], case["seed"],
                         case["settings"], record.commit()])  # fmt: skip
     folder = CACHE / "starts" / hashlib.sha256(named.encode()).hexdigest()[:16]
@@ -266,22 +277,26 @@ def _kept_start(case: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     with FileLock(folder.with_suffix(".lock")):
         if not numbers.is_file():
             shutil.rmtree(folder, ignore_errors=True)
-            found = measured(case | {"keep": str(folder), "limit": 0})
-            numbers.write_text(json.dumps(found), encoding="utf-8")
+            numbers.write_text(json.dumps(_pruned(case, folder)), encoding="utf-8")
     return folder, json.loads(numbers.read_text(encoding="utf-8"))
 
 
-def _recover(
-    model: Path, start: Path, out: Path, settings: dict[str, Any], case: dict[str, Any]
-) -> dict[str, Any]:
-    """Train a pruned model; return what its report says, and the memory that was planned."""
+def _trained(case: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Train what the row's other settings prune; return seconds, and memory beside its plan.
+
+    Seconds hold those of the pruning; what the training's report says is there too.
+    """
     import coec
     from benchmarks.recover import same_windows
     from coec.devices import choose_device
     from coec.recovery.plan import footprints
     from coec.settings.recovery import Recovery
 
-    size, data = SIZES[case["size"]], Path(case["shared"]) / "data"
+    pruning = dict(case["settings"])
+    settings = pruning.pop("recover")
+    start, before = _kept_start(case | {"settings": pruning})
+    model, size, data = Path(case["model"]), SIZES[case["size"]], Path(case["shared"]) / "data"
+    began, spent = time.perf_counter(), time.process_time()
     train, text = _train_text(data / "wikitext-2", out.parent), settings["text"]
     stories = data / "tinystories/train.txt"
     sources = {
@@ -300,11 +315,12 @@ def _recover(
         "forward_dtype": "bfloat16",
     }  # fmt: skip
     way = footprints(model, start, Recovery.of(settings), choose_device("auto"), None)[0]
-    began = time.process_time()
     training = coec.recover(model, start, out, progress=_progress, **settings).recoveries[-1]
+    cpu = time.process_time() - spent
     told = ("tokens", "passes", "learning_rate", "held_out", "curve")
     return {
-        "training_cpu": time.process_time() - began, "planned_bytes": way.bytes,
+        "wall": before["wall"] + time.perf_counter() - began, "cpu": before["cpu"] + cpu,
+        "training_cpu": cpu, "planned_bytes": way.bytes,
         "tokens_per_second": training["tokens"] / training["seconds"],
     } | {name: training[name] for name in told}  # fmt: skip
 

@@ -8,12 +8,11 @@ both documents with the rows.
 
 import re
 from collections.abc import Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.real import ABLATION, BASELINE, BUDGETS, DENSE, STARTS, WAYS, tables
+from benchmarks.real import ABLATION, BASELINE, DENSE, STARTS, TRAININGS, tables
 
 README = (
     ("the dense model", "", DENSE),
@@ -69,7 +68,7 @@ def kept() -> Rows:
 
 def documents(rows: Rows) -> dict[str, dict[str, str]]:
     """Return what stands between the marks of every document."""
-    pruned = [row for (name, _), row in rows.items() if ", recover " not in name]
+    pruned = [row for (name, _), row in rows.items() if name not in TRAININGS]
     every = tables(pruned, "cpu").strip()
     blocks = {"real": every, "real main": main_table(rows), "real ablation": ablation(rows)}
     return {
@@ -124,12 +123,12 @@ def ablation(rows: Rows) -> str:
 def recovered(rows: Rows) -> str:
     """Return what training gives every start at 30 %, by budget and way."""
     lines = []
-    for start, tokens, way in product(STARTS, BUDGETS, WAYS):
-        row = rows.get((f"{start}, recover {tokens}" + (f", {way}" if way else ""), 0.3))
+    for name, (start, tokens, way) in TRAININGS.items():
+        row = rows.get((name, 0.3))
         if row is None:
             continue
         before = rows[start, 0.3]
-        pairs = [f"{before[name]:.3f} → {row[name]:.3f}" for name in ("kl", "stories_kl")]
+        pairs = [f"{before[text]:.3f} → {row[text]:.3f}" for text in ("kl", "stories_kl")]
         lines.append([
             start, tokens, way or "all weights, WikiText-2", *pairs, f"{row['perplexity']:.1f}",
             f"{row['cpu'] - row['training_cpu']:.0f} + {row['training_cpu']:.0f}",
@@ -152,7 +151,7 @@ def draw(rows: Rows, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    names = [name for _, _, name in README if (name, 0.3) in rows and ", recover " not in name]
+    names = [name for _, _, name in README if (name, 0.3) in rows and name not in TRAININGS]
     figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     for ax, key, title in zip(axes, ("kl", "stories_kl"), ("WikiText-2", "stories"), strict=True):
         for name in names:
@@ -166,8 +165,8 @@ def draw(rows: Rows, path: Path) -> None:
                 xytext=(4, -10 if name == "none" else 4), textcoords="offset points",
             )  # fmt: skip
         for start in STARTS:
-            trained = [rows.get((f"{start}, recover {tokens}", 0.3)) for tokens in BUDGETS]
-            points = [(row["cpu"], row[key]) for row in (rows.get((start, 0.3)), *trained) if row]
+            line = [start, *(name for name, made in TRAININGS.items() if made[::2] == (start, ""))]
+            points = [(rows[n, 0.3]["cpu"], rows[n, 0.3][key]) for n in line if (n, 0.3) in rows]
             ax.plot(*zip(*points, strict=True), "x--", color="C2", linewidth=1, zorder=0)
         ax.set(xscale="log", title=title, xlabel="CPU seconds (* widths by block)")
         ax.set_xticks([200, 500, 1000, 2000], ["200", "500", "1,000", "2,000"])

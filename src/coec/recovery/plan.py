@@ -186,10 +186,8 @@ def _estimate(
     }
     count = windows_needed(recovery.tokens or 0, seq_len)
     predictions = 6 * TOP * count * seq_len if stored else 0
-    state, result = (
-        (_STATE + moments) * trained,
-        pruned.parameters * stored_dtype(pruned.config).itemsize,
-    )
+    state = (_STATE + moments) * trained
+    result = pruned.parameters * stored_dtype(pruned.config).itemsize
     return Footprint(
         recovery, memory, 0 if on_host else resident_bytes() + 8 * pruned.parameters,
         4 * count * seq_len + predictions + KEPT_STATES * state + max(state, result),
