@@ -250,3 +250,13 @@ def test_the_host_waits_for_panels_and_not_for_columns():
         assert len(order) == 80 - keep
         counts.append(waits.count)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_step_finds_the_path_of_a_plain_one():
+    W, X = problems.weight(9, 300), problems.inputs("white", 300)
+    path = removal_path(W, X @ X.T, 300, 20, 64)
+    found = removal_path(W.cuda(), (X @ X.T).cuda(), 300, 20, 64)
+    assert [unit for unit, _ in found] == [unit for unit, _ in path]
+    assert [cost for _, cost in found] == pytest.approx([cost for _, cost in path])

@@ -157,14 +157,16 @@ def _pruned(
     else:
         checkpoint = Checkpoint(pieces, dense, run)
         checkpoint.say_resumed(progress)
-        for solved, host in source.map(partial(solve_block, run=run), checkpoint.solved, progress):
-            if host:
-                seconds.lap("calibrating and solving")
-            else:
-                solving = sum(row["seconds"] for row in solved.rows)
-                seconds.share("calibrating", "solving", solving)
-            checkpoint.keep(solved.by(host))
-            del solved  # before the next one is made
+        with checkpoint:
+            blocks = source.map(partial(solve_block, run=run), checkpoint.solved, progress)
+            for solved, host in blocks:
+                if host:
+                    seconds.lap("calibrating and solving")
+                else:
+                    solving = sum(row["seconds"] for row in solved.rows)
+                    seconds.share("calibrating", "solving", solving)
+                checkpoint.keep(solved.by(host))
+                del solved  # before the next one is made
     dense.check_unchanged()
     checkpoint.write()
     seconds.lap("writing")

@@ -122,7 +122,7 @@ def reconstruct(
         def finished(index: int) -> Mapping[str, Tensor]:
             return checkpoint.tensors(dense.layout.blocks[index])
 
-        with source.worker_group(run) as group:
+        with checkpoint, source.worker_group(run) as group:
             reconstruction = BlockReconstruction(dense, run, group)
             for block in reconstruction.blocks(
                 finished, checkpoint.solved, "reconstructing", progress

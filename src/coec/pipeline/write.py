@@ -1,14 +1,17 @@
 """Write solved blocks to durable files, and those to a checkpoint.
 
-A solved block is on the disk before the next one begins. In the end blocks and the tensors outside
-them become shards, each durable before the blocks that are wholly in it go, so that the disk holds
-the model about once, whenever the run is killed.
+A solved block is written while the next one is computed, and on the disk before that one is
+written. In the end blocks and the tensors outside them become shards, each durable before the
+blocks that are wholly in it go, so that the disk holds the model about once, whenever the run is
+killed.
 """
 
 import functools
 import itertools
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -34,15 +37,34 @@ _ENDING = "ending"
 
 
 class Checkpoint:
-    """A checkpoint in the making, whose pieces a journal holds."""
+    """A checkpoint in the making, whose pieces a journal holds.
+
+    The context manager waits for the block that is being written.
+    """
 
     def __init__(self, journal: Journal, dense: Dense, run: Run) -> None:
         self._journal, self._dense, self.plan, self._dtype = journal, dense, run.plan, run.written
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
         state = {
             name: torch.empty(shape, dtype=self._dtype, device="meta")
             for name, shape in self.plan.pruned_shapes.items()
         }
         self._split = split_torch_state_dict_into_shards(state, max_shard_size=MAX_SHARD)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the block that is being written; OutputError where the disk refuses it."""
+        writing, self._writing = self._writing, None
+        if writing:
+            writing.result()
 
     @property
     def solved(self) -> set[int]:
@@ -61,6 +83,7 @@ class Checkpoint:
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """Return the written tensors of a solved block, wherever they are by now."""
+        self._settle()
         if self._weights(block) in self._journal:
             return read_tensors(self._journal.path(self._weights(block)))
         tensors: dict[str, Tensor] = {}
@@ -77,6 +100,7 @@ class Checkpoint:
 
     def end(self, norm: Tensor | None, facts: JsonDict) -> None:
         """Keep the final norm's weight, where it is changed, and the scores of the model."""
+        self._settle()
         tensors = {} if norm is None else {self._dense.layout.norm: norm}
         path = self._journal.work / "ending.safetensors"
         self._journal.put(_ENDING, path, functools.partial(write_tensors, tensors), **facts)
@@ -87,6 +111,11 @@ class Checkpoint:
         return self._journal.facts(_ENDING) if self.ended else {}
 
     def keep(self, solved: SolvedBlock) -> None:
+        """Begin to put a solved block on the disk, once the one before it is there."""
+        self._settle()
+        self._writing = self._thread.submit(self._put, solved)
+
+    def _put(self, solved: SolvedBlock) -> None:
         """Put a solved block on the disk; its rows last, which say that it is there."""
         index, work = solved.block.index, self._journal.work
         # Weights first: the rows that stand with the units say that the block is there.

@@ -18,11 +18,14 @@ rows of L and U so far; the matrices are updated at the panel's end, by products
 are symmetric: only their lower triangles are kept up to date.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.cuda import CUDAGraph
 
 from coec.errors import NumericalError, OptionError
 from coec.linalg.products import power_of_two
@@ -128,6 +131,7 @@ class _Elimination:
         floor: a bound below all eigenvalues of A, whatever is removed; only rounding goes below.
         names: the original indices of the units that A and N hold.
         stays: which of these are left.
+        graph: the launches of the last panel's step, on a GPU.
     """
 
     A: Float[Tensor, "n n"]
@@ -136,6 +140,7 @@ class _Elimination:
     floor: float
     names: Int[Tensor, " u"]
     stays: Bool[Tensor, " u"]
+    graph: CUDAGraph | None = None
 
     @classmethod
     def of(
@@ -160,25 +165,36 @@ class _Elimination:
     def panel(self, steps: int) -> Removal:
         """Find the next columns to go, where a unit is one column."""
         A, N = self.A, self.N
-        L, U = A.new_empty(steps, len(A)), A.new_empty(steps, len(A))
+        L, U = A.new_zeros(steps, len(A)), A.new_zeros(steps, len(A))
         a, w = A.diagonal().clone(), N.diagonal().clone()  # A_jj and ‖W_j‖² of every column
         out = ~self.stays.to(A.device)
         gone = torch.empty(steps, dtype=torch.int64, device=A.device)
         costs, places = w.new_empty(steps), torch.arange(len(A), device=A.device)
-        # j stays on the device, as an index of one element: no step waits for the one before.
-        for t in range(steps):
+        t = torch.zeros(1, dtype=torch.int64, device=A.device)
+
+        def step(done: slice) -> None:
+            # j and t stay on the device, as indices of one element: no step waits for another.
             j = _cheapest((w / a).masked_fill_(out, torch.inf))
-            a_j, w_j, l_j, u_j = (S.index_select(-1, j)[..., 0] for S in (a, w, L[:t], U[:t]))
-            gone[t], costs[t] = j[0], w_j / a_j
-            root, half = a_j.sqrt(), costs[t] / 2
-            # Row j of A and of N as they are after the t removals of this panel → L_t, V_t, U_t
-            L[t] = (_row(A, j, places) - l_j @ L[:t]) / root
-            V = (_row(N, j, places) - u_j @ L[:t] - l_j @ U[:t]) / root
-            U[t] = V - half * L[t]
+            a_j, w_j, l_j, u_j = (S.index_select(-1, j)[..., 0] for S in (a, w, L[done], U[done]))
+            root, cost = a_j.sqrt(), w_j / a_j
+            # Row j of A and of N as they are after the removals of this panel → L_t, V_t, U_t
+            L_t = (_row(A, j, places) - l_j @ L[done]) / root
+            V_t = (_row(N, j, places) - u_j @ L[done] - l_j @ U[done]) / root
+            U_t = V_t - cost / 2 * L_t
+            for rows, row in ((gone, j), (costs, cost.view(1)), (L, L_t[None]), (U, U_t[None])):
+                rows.index_copy_(0, t, row)
             # Diagonals only: A_jj − L_tj² and N_jj − 2 U_tj L_tj. The rest is updated at the end.
-            a = (a - L[t].square()).clamp_min_(self.floor)
-            w = (w - 2 * U[t] * L[t]).clamp_min_(0)
+            a.sub_(L_t.square()).clamp_min_(self.floor)
+            w.sub_(2 * U_t * L_t).clamp_min_(0)
             out.index_fill_(0, j, True)
+            t.add_(1)
+
+        if A.is_cuda:  # rows of L and U that are not there yet are 0
+            whole = functools.partial(step, slice(None))
+            self.graph = _replayed(whole, steps, A.device, self.graph)
+        else:
+            for done in range(steps):
+                step(slice(done))
         return gone.tolist(), costs.tolist(), L, U
 
     def group(self) -> Removal:
@@ -210,6 +226,35 @@ class _Elimination:
             self.N = _dropped(self.N, columns.to(self.N.device))
             self.names = self.names[self.stays]
             self.stays = torch.ones(len(self.names), dtype=torch.bool)
+
+
+def _replayed(
+    step: Callable[[], None], times: int, device: torch.device, before: CUDAGraph | None
+) -> CUDAGraph | None:
+    """Do a step on a GPU several times: once as it is, then as one launch each, a CUDA graph.
+
+    One by one, the small kernels of a step take longer to launch than to run. Returns the graph,
+    which has to live until its work is done; one from before lends its memory.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        step()  # loads libraries, which nothing may while a graph is captured
+        if times == 1:
+            graph = before
+        else:
+            graph = CUDAGraph()
+            graph.capture_begin(
+                pool=before.pool() if before else None, capture_error_mode="thread_local"
+            )
+            try:
+                step()
+            finally:
+                graph.capture_end()
+            for _ in range(times - 1):
+                graph.replay()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph
 
 
 def _cheapest(costs: Float[Tensor, " n"]) -> Int[Tensor, "1"]:
