@@ -420,7 +420,7 @@ def _state_error(network: Any, ids: Tensor, dense: Tensor) -> float:
 
 def tables(rows: list[dict[str, Any]], size: str) -> str:
     """Return a table for every sparsity, in Markdown; ratios are over `fast` with the same seed."""
-    parts = []
+    parts, clock = [], "wall" if size == "gpu" else "cpu"
     of_size = [row for row in rows if row["size"] == size and not row["key"].split("|")[5]]
     for row in of_size:
         if row["row"] == DENSE:
@@ -432,24 +432,25 @@ def tables(rows: list[dict[str, Any]], size: str) -> str:
             own = [r for r in of_size if (r["row"], r["sparsity"]) == (name, sparsity)]
             base = [r for r in of_size if (r["row"], r["sparsity"]) == (BASELINE, sparsity)]
             if own:
-                lines.append([name, *_cells(own, {r["seed"]: r for r in base})])
-        header = ["", "perplexity", "KL", f"KL over `{BASELINE}`", "CPU s", f"over `{BASELINE}`"]
+                lines.append([name, *_cells(own, {r["seed"]: r for r in base}, clock)])
+        seconds = f"{clock.replace('cpu', 'CPU')} s"
+        header = ["", "perplexity", "KL", f"KL over `{BASELINE}`", seconds, f"over `{BASELINE}`"]
         header += ["stories: perplexity", "KL", "zero-shot mean"]
         parts += [f"{100 * sparsity:.0f} %:", "", record.table(header, lines), ""]
     return "\n".join(parts)
 
 
-def _cells(own: list[dict[str, Any]], base: dict[int, dict[str, Any]]) -> list[str]:
-    perplexity, kl, cpu = (sum(r[v] for r in own) / len(own) for v in ("perplexity", "kl", "cpu"))
+def _cells(own: list[dict[str, Any]], base: dict[int, dict[str, Any]], clock: str) -> list[str]:
+    perplexity, kl, spent = (sum(r[v] for r in own) / len(own) for v in ("perplexity", "kl", clock))
     both = [r for r in own if r["seed"] in base]
     ratios = [
         sum(r[value] / base[r["seed"]][value] for r in both) / len(both) if both else float("nan")
-        for value in ("kl", "cpu")
+        for value in ("kl", clock)
     ]
     spread = max(r["kl"] for r in own) - min(r["kl"] for r in own)
     cells = [
         f"{perplexity:.2f}", f"{kl:.3f}" + (f" (±{spread / 2:.3f})" if len(own) > 1 else ""),
-        f"{ratios[0]:.2f}", f"{cpu:.0f}", f"{ratios[1]:.2f}",
+        f"{ratios[0]:.2f}", f"{spent:.0f}", f"{ratios[1]:.2f}",
     ]  # fmt: skip
     second = [r for r in own if "stories_kl" in r]
     for name, digits in (("stories_perplexity", 2), ("stories_kl", 3)):

@@ -70,7 +70,10 @@ def documents(rows: Rows) -> dict[str, dict[str, str]]:
     """Return what stands between the marks of every document."""
     pruned = [row for (name, _), row in rows.items() if name not in TRAININGS]
     every = tables(pruned, "cpu").strip()
-    blocks = {"real": every, "real main": main_table(rows), "real ablation": ablation(rows)}
+    blocks = {
+        "real": every, "real main": main_table(rows), "real ablation": ablation(rows),
+        "real gpu": tables(record.load("real").get("rows", []), "gpu").strip(),
+    }  # fmt: skip
     return {
         "README.md": {"real": readme(rows)}, "docs/lab/RESULTS.md": blocks,
         "docs/RECOVER.md": {"real recover": recovered(rows)},

@@ -86,7 +86,8 @@ def made(
     )  # fmt: skip
     dense, tokens = work / f"dense-{hidden}-{dtype}", work / f"tokens-{samples}-{seq_len}.npy"
     torch.manual_seed(0)
-    network: Any = transformers.LlamaForCausalLM(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a GPU draws them at once
+        network: Any = transformers.LlamaForCausalLM(config)
     network.to(dtype).save_pretrained(dense)
     np.save(tokens, np.random.default_rng(0).integers(0, VOCABULARY, (samples, seq_len)))
     return dense, tokens

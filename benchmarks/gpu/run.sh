@@ -24,7 +24,7 @@ if [ $# -eq 0 ]; then # with arguments, further rows alone
 	"$python" -m benchmarks.two_blocks --minutes 2 || status=$?
 fi
 left=$("$python" -c "import sys, time; print(float(sys.argv[1]) - (time.time() - float(sys.argv[2])) / 60)" "$minutes" "$began")
-"$python" -m benchmarks.real --size gpu --jobs 4 --minutes "$left" "$@" || status=$?
+"$python" -m benchmarks.real --size gpu --jobs 3 --minutes "$left" "$@" || status=$?
 if [ -n "${OUT:-}" ]; then
 	for result in benchmarks/results/real.json benchmarks/results/two_blocks.json; do
 		[ ! -f "$result" ] || cp "$result" "$OUT"

@@ -81,7 +81,7 @@ class Job:
     @property
     def at_once(self) -> int:
         """Largest number of windows whose logits are in memory together."""
-        return plan.windows_per_pass(self.dense, self.seq_len)
+        return plan.windows_per_pass(self.dense, self.seq_len, self.device)
 
     @property
     def partial(self) -> Path:

@@ -37,6 +37,8 @@ _REFUSED = 0.8
 """Part of an estimate from which a run is refused: less than it needs in any case."""
 _ROOM = 0.9
 """Part of the free memory that activations may fill before they are computed again instead."""
+_LOGITS_ON_A_GPU = 2**28
+"""Logits of a training pass on a GPU, about 3 GB of them."""
 _HIDDEN, _QUERIES, _CHANNELS = 8, 4, 4
 """Activations that a block keeps for its derivatives, for each token, in hidden sizes, in sizes of
 all query heads, and in MLP channels."""
@@ -83,9 +85,13 @@ def pass_dtype(model: Description, recovery: Recovery, device: torch.device) -> 
     return choose_forward_dtype(recovery.forward_dtype, stored, device, summed=True)
 
 
-def windows_per_pass(model: Description, seq_len: int) -> int:
-    """Return the largest number of windows whose logits are in memory together."""
-    return max(1, LOGITS_PER_PASS // (seq_len * model.vocabulary))
+def windows_per_pass(model: Description, seq_len: int, device: torch.device) -> int:
+    """Return the largest number of windows that go through a model together, by their logits.
+
+    Few tokens at a time leave a GPU waiting for launches; a CPU is as fast with one window.
+    """
+    logits = LOGITS_PER_PASS if device.type == "cpu" else _LOGITS_ON_A_GPU
+    return max(1, logits // (seq_len * model.vocabulary))
 
 
 def window_length(dense: Description, pruned: Description, recovery: Recovery) -> int:
@@ -168,7 +174,7 @@ def _estimate(
     compute = 2 if narrow else 4
     teacher_dtype = pass_dtype(dense, recovery, device)
     batch = recovery.windows_per_step(seq_len, recovery.tokens)
-    at_once = min(batch, windows_per_pass(dense, seq_len))
+    at_once = min(batch, windows_per_pass(dense, seq_len, device))
     tokens, vocabulary = at_once * seq_len, dense.vocabulary
     trained = pruned.parameters if recovery.lora is None else _added(pruned, recovery.lora)
     moments = _MOMENTS[recovery.optimizer]
