@@ -20,6 +20,7 @@ from coec.evaluation.geometry import RANKS
 from coec.evaluation.perplexity import EVALUATION_SEQ_LEN
 from coec.models.architectures import ARCHITECTURES
 from coec.selection import SELECTIONS
+from coec.settings.recovery import KNOWN_GAIN
 from outcomes import WORK, check_refused, raising, succeeded
 
 WINDOWS = ("--samples", 24, "--seq-len", 32)
@@ -116,11 +117,13 @@ def test_prune_then_eval(dense, tokens, prune, perplexity, tmp_path):
     assert "40 → 28 per block" in out
     assert "stored as        mistral" in out
     assert "loads in         transformers, vLLM, SGLang" in out
-    measure, train = out.splitlines()[-2:]
+    measure, train, minutes = out.splitlines()[-3:]
     assert measure == f"measure it: coec eval {tmp_path}/out --baseline {dense} --text OTHER.txt"
     assert train.endswith(
         f"coec recover {dense} {tmp_path}/out {tmp_path}/out-trained --text {tokens}"
     )
+    assert re.match(r"  ten minutes are [1-9][\d,]* tokens here at the most, in \d+\.\d GB", minutes)
+    assert minutes.endswith(f" GB of memory; {KNOWN_GAIN}")
     out, _ = succeeded(perplexity(tmp_path / "out", "--baseline", dense))
     assert "ratio" in out
 

@@ -309,6 +309,24 @@ def _next(report: "Report") -> Iterator[str]:
     model, out, trained = map(common.named, (report.model, report.out, f"{report.out}-trained"))
     yield common.measuring(report.model, report.out, text)
     yield f"train it a little: coec recover {model} {out} {trained}{common.text_flag(text)}"
+    yield f"  {_ten_minutes(report)}"
+
+
+def _ten_minutes(report: "Report") -> str:
+    """Say what ten minutes of training would be here, and what training gave a real model."""
+    import torch
+
+    from coec.devices import at_hand, product_rate
+    from coec.recovery import plan
+    from coec.settings.recovery import KNOWN_GAIN, Recovery
+
+    device, tokens = at_hand(torch.device(report.environment["device"])), 10**6
+    way = plan.footprints(report.model, report.out, Recovery(tokens=tokens), device, None)[0]
+    count = tokens * 600 * product_rate(device, way.dtype) / way.operations
+    return (
+        f"ten minutes are {float(f'{count:.1g}'):,.0f} tokens here at the most, in "
+        f"{way.bytes / 1e9:.1f} GB of memory; {KNOWN_GAIN}"
+    )
 
 
 def _lines(report: "Report") -> Iterator[str]:
