@@ -122,7 +122,9 @@ def test_prune_then_eval(dense, tokens, prune, perplexity, tmp_path):
     assert train.endswith(
         f"coec recover {dense} {tmp_path}/out {tmp_path}/out-trained --text {tokens}"
     )
-    assert re.match(r"  ten minutes are [1-9][\d,]* tokens here at the most, in \d+\.\d GB", minutes)
+    assert re.match(
+        r"  ten minutes are [1-9][\d,]* tokens here at the most, in \d+\.\d GB", minutes
+    )
     assert minutes.endswith(f" GB of memory; {KNOWN_GAIN}")
     out, _ = succeeded(perplexity(tmp_path / "out", "--baseline", dense))
     assert "ratio" in out

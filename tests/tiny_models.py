@@ -157,7 +157,10 @@ def masked(dense, out):
     """The dense model with the written consumers spread back over all columns, zeros elsewhere."""
     kept, written = load_file(out / "coec/kept.safetensors"), Dense.open(out)
     with torch.no_grad():
-        for site in Dense.open(dense.config._name_or_path).layout.sites:
+        recipe = json.loads((out / "coec.json").read_text())["recipe"]
+        counted = recipe.get("attention_units", "groups")
+        model = Dense.open(dense.config._name_or_path).counted_in(counted)
+        for site in model.layout.sites:
             weight = consumer(dense, site)
             units = KeptSet(kept[site.key], site.units)
             spread = torch.zeros_like(weight)

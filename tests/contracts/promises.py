@@ -17,14 +17,14 @@ def check_that_a_written_checkpoint_is_the_masked_model(model, out, ids=None, **
     torch.testing.assert_close(tm.logits(tm.load(out), ids), expected, **close)
 
 
-def check_that_removing_is_masking(model, tokens, out):
+def check_that_removing_is_masking(model, tokens, out, units="groups", **settings):
     """With no repair: the dense model with the removed units' outputs set to zero."""
     coec.prune(model, out, **CONTRACT, calibration=tokens, compensation="none",
-               selection="magnitude")  # fmt: skip
+               selection="magnitude", attention_units=units, **settings)  # fmt: skip
     kept = load_file(out / "coec/kept.safetensors")
     dense = tm.load(model)
     with torch.no_grad():
-        for site in Dense.open(model).layout.sites:
+        for site in Dense.open(model).counted_in(units).layout.sites:
             columns = site.kept_columns(KeptSet(kept[site.key], site.units))
             tm.consumer(dense, site)[:, columns.dropped()] = 0
     difference = tm.logits(dense) - tm.logits(tm.load(out))

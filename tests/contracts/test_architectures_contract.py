@@ -147,6 +147,68 @@ def test_removing_is_masking(variant, models, tokens, tmp_path):
     check_that_removing_is_masking(models[variant], tokens, tmp_path / "out")
 
 
+HEADS = {"attention_units": "heads", "attention_sparsity": 0.5}
+
+
+@pytest.mark.parametrize("variant", tm.VARIANTS)
+def test_query_heads_go_and_leave_keys_and_values_as_they_are(variant, models, tokens, tmp_path):
+    dense, out = Dense.open(models[variant]), tmp_path / "out"
+    if variant in WHOLE:
+        with pytest.raises(OptionError, match="whose attention stays whole"):
+            coec.plan(dense, attention_units="heads", calibration=tokens)
+        return
+    check_that_removing_is_masking(
+        models[variant], tokens, out, units="heads", attention_sparsity=0.5
+    )
+    pruned = Dense.open(out)
+    assert (pruned.shape.kv_heads, pruned.shape.group) == (dense.shape.kv_heads, 1)
+    for site, smaller in zip(dense.layout.sites, pruned.layout.sites, strict=True):
+        if site.value is not None:
+            old, new = (
+                model.tensor(rows.tensor)[rows.start : rows.stop]
+                for model, rows in ((dense, site.value), (pruned, smaller.value))
+            )
+            assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("variant", ["llama wide heads", "phi3"])
+@pytest.mark.parametrize("compensation", ["coec", "ridge-to-slice"])
+def test_a_repair_behind_fewer_heads_is_the_masked_model(
+    variant, compensation, models, tokens, tmp_path
+):
+    settings = {**CONTRACT, **HEADS, "calibration": tokens, "compensation": compensation}
+    coec.prune(models[variant], tmp_path / "out", **settings)
+    check_that_a_written_checkpoint_is_the_masked_model(models[variant], tmp_path / "out")
+    rows = coec.geometry(models[variant], tmp_path / "out", ranks={"attention": 4, "mlp": 4})
+    attention = [row for row in rows if row["site"] == "attention"]
+    assert [row["units_after"] for row in attention] == [4, 4]
+
+
+@pytest.mark.parametrize("preset", ["fast", "balanced", "best"])
+@pytest.mark.parametrize("non_uniform", [False, True])
+def test_every_preset_takes_query_heads(preset, non_uniform, models, tokens, tmp_path):
+    own = {} if non_uniform else HEADS
+    short = {} if preset == "fast" else {"reconstruct": 1}
+    short |= {"prediction_passes": 1} if preset == "best" else {}
+    coec.prune(
+        models["llama"], tmp_path / "out", preset=preset, calibration=tokens, samples=24, seq_len=32,
+        non_uniform=non_uniform, budget_parameters=0.8, **own | short | {"attention_units": "heads"},
+    )  # fmt: skip
+    shape = Dense.open(tmp_path / "out").shape
+    blocks = [shape.at(block) for block in range(shape.layers)]
+    assert {block.kv_heads for block in blocks} == {4}
+    assert all(block.group in (1, 2) for block in blocks)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", trust_remote_code=True
+    ).eval()
+    built = Dense.open(tmp_path / "out").network(torch.device("cpu"), torch.float64)
+    assert torch.equal(tm.logits(loaded), tm.logits(built))
+    if preset == "fast" and shape.uniform:  # the others train what is read as well
+        check_that_a_written_checkpoint_is_the_masked_model(
+            models["llama"], tmp_path / "out", atol=1e-4
+        )
+
+
 @pytest.mark.parametrize("variant", tm.VARIANTS)
 def test_streamed_statistics_are_those_of_the_whole_model(variant, models):
     check_that_streamed_statistics_are_those_of_the_whole_model(models[variant])

@@ -109,6 +109,13 @@ class KeptUnits:
                     f"{key} in '{self.source}' names unit {int(indices[-1])}, this model has "
                     f"{units} {sites[key].unit}s (0 to {units - 1}): are they of another model?"
                 )
+            groups = sites[key].ranges
+            each = torch.bincount(indices * groups // units, minlength=groups)
+            if len(each.unique()) > 1:
+                raise OptionError(
+                    f"{key} in '{self.source}' keeps {int(each.min())} to {int(each.max())} query "
+                    "heads of a KV group: keep as many of each"
+                )
 
     def record(self) -> JsonDict:
         """JSON-ready, without the units themselves."""

@@ -15,10 +15,10 @@ from coec.selection.elimination import removal_path
 from coec.settings.parts import Allocation
 from coec.types import Gram, KeptSet
 
-Importance = Callable[[Tensor, Gram, int, int], tuple[Float[Tensor, " u"], KeptSet | None]]
-"""`(weight, gram, units, keep)` of a site that keeps so many units where all blocks are alike → the
-importance of every unit, that of the last one to be removed first; and the units that are left of
-a path of removals, where there is one."""
+Importance = Callable[[Tensor, Gram, int, int, int], tuple[Float[Tensor, " u"], KeptSet | None]]
+"""`(weight, gram, units, keep, ranges)` of a site that keeps so many units where all blocks are
+alike, as many of each range → the importance of every unit, that of the last one to be removed
+first; and the units that are left of a path of removals, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class Rule:
 
 
 def by_score(
-    weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int
+    weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int, ranges: int
 ) -> tuple[Float[Tensor, " u"], None]:
     """Return FLAP's standardised scores, by which sites are compared as they are."""
     return standardised(weight, gram, units), None
 
 
 def by_error(
-    weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int
+    weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int, ranges: int
 ) -> tuple[Float[Tensor, " u"], KeptSet]:
     """Return by how much the error falls for each unit, and the units at the uniform width."""
-    # Gram → removals down to the last unit → shape of the curve, and the units kept at `keep`
-    path = removal_path(weight, gram.xx, units, 1)
+    # Gram → removals down to the last units → shape of the curve, and the units kept at `keep`
+    path = removal_path(weight, gram.xx, units, ranges, ranges=ranges)
     gone = {unit for unit, _ in path[: units - keep]}
     staying = torch.tensor([unit for unit in range(units) if unit not in gone])
-    return error_saved([cost for _, cost in path], keep), KeptSet(staying, units)
+    return error_saved([cost for _, cost in path], keep, ranges), KeptSet(staying, units)
 
 
 ALLOCATIONS: dict[Allocation, Rule] = {
@@ -74,25 +74,26 @@ def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[
     return ranked / spread if spread > 0 else torch.zeros_like(ranked)
 
 
-def error_saved(costs: Sequence[float], keep: int) -> Float[Tensor, " u"]:
+def error_saved(costs: Sequence[float], keep: int, last: int = 1) -> Float[Tensor, " u"]:
     """Return by how much every unit that stays lowers the output error, the best unit first.
 
     The unit is the error at the width `keep`; where that is 0, a unit is worth 0 too, or ∞ if its
     own removal costs anything. Where a removal costs less than one before it, those between count
-    at their mean cost: the path is replaced by its convex hull. The last unit, which always stays,
-    is worth ∞. float64, on the CPU.
+    at their mean cost: the path is replaced by its convex hull. The last units, which always stay,
+    are worth ∞. float64, on the CPU.
 
     Args:
-        costs: of every removal down to the last unit, as `removal_path` returns them.
+        costs: of every removal down to the last units, as `removal_path` returns them.
         keep: how many units are left when the error is 1.
+        last: how many always stay.
     """
     # Costs in the order of removal → their convex hull → shares of the error at `keep` units
     rising = torch.tensor(_rising(costs), dtype=torch.float64)
-    error = float(rising[: len(costs) + 1 - keep].sum())
+    error = float(rising[: len(costs) + last - keep].sum())
     # Over an error of 0 anything is ∞; 0 over it counts as 0.
     # Removal order is worst unit first; reversed, the last unit to go is the best.
     saved = (rising / error if error > 0 else torch.where(rising > 0, torch.inf, 0.0)).flip(0)
-    return torch.cat([torch.full((1,), torch.inf, dtype=torch.float64), saved])
+    return torch.cat([torch.full((last,), torch.inf, dtype=torch.float64), saved])
 
 
 def _rising(costs: Sequence[float]) -> list[float]:

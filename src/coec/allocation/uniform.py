@@ -129,8 +129,9 @@ def _nothing_goes(layout: Layout, pruning: Pruning, named_units: KeptUnits | Non
 
 def _next_fewer(site: Site) -> int:
     """Return the largest number of units, less than all, that a site may keep; 0 for none."""
-    fewer = site.units - 1
-    return fewer if site.value is not None else aligned_down(site, fewer, 1)
+    if site.value is not None:
+        return site.units - site.ranges
+    return aligned_down(site, site.units - 1, 1)
 
 
 def whole_attention(
@@ -204,7 +205,9 @@ def _expert_count(layout: Layout, pruning: Pruning) -> int | None:
 def _by_rule(site: Site, pruning: Pruning) -> int:
     """Return how many units of a site stay by its fraction alone."""
     removed = pruning.removed(site.kind)
-    return kept_count(site.units, removed) if removed else site.units
+    if not removed:
+        return site.units
+    return site.ranges * kept_count(site.units // site.ranges, removed)
 
 
 def _names(named_units: KeptUnits | None, site: Site) -> bool:

@@ -70,10 +70,10 @@ def parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:
 def aligned(site: Site, kept: int, multiple: int | None) -> int:
     """Round a number of channels up to a multiple, at most all; None chooses the multiple.
 
-    KV groups stay as they are counted.
+    KV groups stay as they are counted, query heads as many in each group.
     """
     if site.value is not None or kept == site.units:
-        return kept
+        return _up(kept, site.ranges)
     if multiple is None:
         fits = (n for n in MULTIPLES if _up(kept, n) <= min(kept * (1 + MOST_ADDED), site.units))
         multiple = next(fits, 1)

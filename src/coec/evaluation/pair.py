@@ -122,8 +122,16 @@ class ModelPair:
                     f"no {name} in '{folder}': PRUNED must be a folder that `coec prune` wrote"
                 )
         report = read_config(folder / REPORT)
-        before = Dense.open(_dense_model(folder, report) if dense is None else dense)
-        after = Dense.open(pruned if isinstance(pruned, Dense) else folder)
+        recipe = report.get("recipe")
+        recipe = recipe if isinstance(recipe, dict) else {}
+        counted = recipe.get("attention_units", "groups")
+        before, after = (
+            Dense.open(model).counted_in(counted)
+            for model in (
+                _dense_model(folder, report) if dense is None else dense,
+                pruned if isinstance(pruned, Dense) else folder,
+            )
+        )
         # A mismatch is reported before damaged weights.
         _check_sizes(folder, before, after)
         stored = read_tensors(folder / KEPT)
@@ -131,8 +139,7 @@ class ModelPair:
         layout = _remaining(folder, before.layout, after.layout, stored)
         smaller = {a.key: b for a, b in zip(layout.sites, after.layout.sites, strict=True)}
         units = _units(folder, layout, smaller, stored)
-        recipe, recovered = report.get("recipe"), bool(report.get("recoveries"))
-        trained = recovered or (isinstance(recipe, dict) and bool(recipe.get("reconstruct")))
+        trained = bool(report.get("recoveries")) or bool(recipe.get("reconstruct"))
         pair = cls(before, after, layout, units, smaller, trained)
         # All weights are read once, which also gives the dense model's digest below.
         for model in (before, after):
@@ -205,8 +212,11 @@ def _check_sizes(folder: Path, dense: Dense, pruned: Dense) -> None:
         "blocks": (old.layers, new.layers),
         "hidden size": (old.hidden, new.hidden),
         "head size": (old.head_dim, new.head_dim),
-        "query heads per KV group": (old.group, new.group),
     }
+    if any(site.groups for site in dense.layout.kinds):
+        sizes["KV groups"] = old.kv_heads, new.kv_heads
+    else:
+        sizes["query heads per KV group"] = old.group, new.group
     for name, (before, after) in sizes.items():
         if before != after:
             raise ModelError(

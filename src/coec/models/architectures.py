@@ -51,17 +51,28 @@ class SitePattern:
     projections: int = 1
 
     def sites(
-        self, block: int, prefix: str, units: int, shapes: Mapping[str, torch.Size]
+        self,
+        block: int,
+        prefix: str,
+        shape: Shape,
+        shapes: Mapping[str, torch.Size],
+        *,
+        heads: bool,
     ) -> Iterator[Site]:
-        """Yield the sites of a block; raises ModelError if tensors do not divide into units."""
-        numbered = "{}" in self.consumer
+        """Yield the sites of a block; raises ModelError if tensors do not divide into units.
+
+        `heads` makes query heads the units of attention: they own queries, not keys or values.
+        """
+        numbered, heads = "{}" in self.consumer, heads and self.value is not None
+        units = shape.heads if heads else getattr(shape, self.counted_by)
+        unit = "query head" if heads else self.unit
         for number in itertools.count() if numbered else (0,):
             module = self.consumer.format(number)
             consumer = f"{prefix}{module}"
             if f"{consumer}.weight" not in shapes:
                 return
             if not units:
-                raise ModelError(f"config.json does not say how many {self.unit}s {module} has")
+                raise ModelError(f"config.json does not say how many {unit}s {module} has")
             # Every tensor of the producers → the rows of its projections, which units divide
             columns = shapes[f"{consumer}.weight"][1]
             producers = [
@@ -71,23 +82,27 @@ class SitePattern:
                 if name in shapes
                 for rows in self._split(name, shapes[name][0], columns)
             ]
+            value_weight = f"{prefix}{self.value}.weight" if self.value else ""
+            value = [rows for rows in producers if rows.tensor == value_weight]
+            if heads:  # queries come first, and have as many rows as the consumer has columns
+                queries = f"{prefix}{self.producers[0]}."
+                producers = [
+                    rows for rows in producers if rows.tensor.startswith(queries) and not rows.start
+                ]
             sizes = [(rows.tensor, rows.stop - rows.start) for rows in producers]
             for name, size in [*sizes, (consumer, columns)]:
                 if size % units or not size:
-                    raise ModelError(
-                        f"{name} does not divide into {units} {self.unit}s: it is {size}"
-                    )
-            value_weight = f"{prefix}{self.value}.weight" if self.value else ""
-            value = [rows for rows in producers if rows.tensor == value_weight]
+                    raise ModelError(f"{name} does not divide into {units} {unit}s: it is {size}")
             yield Site(
                 block=block,
                 name=f"{self.name}.{number}" if numbered else self.name,
-                unit=self.unit,
+                unit=unit,
                 units=units,
                 columns_per_unit=columns // units,
                 producers=tuple(producers),
                 consumer=consumer,
                 value=value[-1] if value else None,
+                groups=shape.kv_heads if heads else 0,
             )
 
     def _split(self, tensor: str, rows: int, columns: int) -> list[Rows]:
@@ -143,17 +158,27 @@ class BlockPattern:
     sites: tuple[SitePattern, ...]
     experts: ExpertNames | None = None
 
-    def layout(self, shape: Shape, shapes: Mapping[str, torch.Size]) -> Layout:
-        """Lay out a model, by its sizes and the shapes of its stored tensors."""
-        blocks = (self._block(index, shape.at(index), shapes) for index in range(shape.layers))
+    def layout(
+        self, shape: Shape, shapes: Mapping[str, torch.Size], *, heads: bool = False
+    ) -> Layout:
+        """Lay out a model, by its sizes and the shapes of its stored tensors.
+
+        The units of attention are KV groups, or query heads.
+        """
+        blocks = (
+            self._block(index, shape.at(index), shapes, heads=heads)
+            for index in range(shape.layers)
+        )
         return Layout(tuple(blocks))
 
-    def _block(self, index: int, shape: Shape, shapes: Mapping[str, torch.Size]) -> BlockLayout:
+    def _block(
+        self, index: int, shape: Shape, shapes: Mapping[str, torch.Size], *, heads: bool
+    ) -> BlockLayout:
         prefix = f"model.layers.{index}."
         sites = (
             site
             for pattern in self.sites
-            for site in pattern.sites(index, prefix, getattr(shape, pattern.counted_by), shapes)
+            for site in pattern.sites(index, prefix, shape, shapes, heads=heads)
         )
         return BlockLayout(index, prefix, tuple(sites), self._router(prefix, shapes))
 

@@ -6,9 +6,9 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -21,6 +21,7 @@ from coec.models.folder import CONFIG, find_model, read_config
 from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, read_size
 from coec.models.non_uniform import class_of
 from coec.models.surgery import unstacked
+from coec.settings.parts import AttentionUnits
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEAD, _EMBEDDING = Layout.head, Layout.embedding
@@ -97,6 +98,12 @@ class Description:
         if isinstance(model, Description):
             return model
         return Description.of(read_config(find_model(model, weights=False)))
+
+    def counted_in(self, units: AttentionUnits) -> Self:
+        """Return the model with KV groups, or query heads, as the units of its attention."""
+        blocks = self.architecture.blocks
+        layout = blocks.layout(self.shape, self.shapes, heads=units == "heads")
+        return self if layout == self.layout else replace(self, layout=layout)
 
     @property
     def parameters(self) -> int:

@@ -53,7 +53,8 @@ def slides(config: JsonDict) -> bool:
 
 
 def _heads_differ(sizes: Shape) -> bool:
-    return len({sizes.at(index).kv_heads for index in range(sizes.layers)}) > 1
+    blocks = map(sizes.at, range(sizes.layers))
+    return len({(block.kv_heads, block.group) for block in blocks}) > 1
 
 
 _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
@@ -210,7 +211,7 @@ def _written_sizes(config: JsonDict, pruned: Shape) -> list[Shape]:
     if pruned.uniform:
         return [pruned]
     dense = Shape.of(config)
-    return [pruned, replace(pruned, kv_heads=dense.kv_heads, ffn=dense.ffn)]
+    return [pruned, replace(pruned, kv_heads=dense.kv_heads, group=dense.group, ffn=dense.ffn)]
 
 
 def _nas_refusal(config: JsonDict, pruned: Shape) -> str | None:

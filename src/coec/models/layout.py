@@ -62,6 +62,8 @@ _FIELDS = {
     "intermediate_size": "ffn",
 }
 """Configuration keys that pruning changes, and the fields of `Shape` with their values."""
+_BY_BLOCK = ("kv_heads", "group", "ffn")
+"""Fields of `Shape` that may differ by block."""
 BLOCK_WIDTHS = "block_widths"
 """Configuration key of the widths that differ by block: one table of keys for each block."""
 _MOST_GPUS = 16
@@ -77,7 +79,7 @@ class Shape:
     Attributes:
         layers, hidden, head_dim: unchanged by pruning.
         kv_heads: KV groups of every block, or of the widest block if they differ.
-        group: query heads per KV group (unchanged).
+        group: query heads per KV group, likewise.
         ffn: intermediate channels, likewise.
         expert_ffn: intermediate channels of every expert, if they have a size of their own; else 0.
         by_block: fields of this class with their values for each block, if widths differ by block;
@@ -106,12 +108,12 @@ class Shape:
         tables = _block_widths(config[BLOCK_WIDTHS], dense.layers)
         blocks = [cls._uniform(common | widths) for widths in tables]
         for block in blocks:
-            if (block.group, block.head_dim) != (dense.group, dense.head_dim):
+            if block.head_dim != dense.head_dim:
                 raise ModelError(
-                    f"{BLOCK_WIDTHS} in config.json has blocks of {block.group} query heads per KV "
-                    f"group, and others of {dense.group}"
+                    f"{BLOCK_WIDTHS} in config.json has heads of size {block.head_dim}, and others "
+                    f"of {dense.head_dim}"
                 )
-        return dense.with_blocks([{"kv_heads": b.kv_heads, "ffn": b.ffn} for b in blocks])
+        return dense.with_blocks([{name: getattr(b, name) for name in _BY_BLOCK} for b in blocks])
 
     @classmethod
     def _uniform(cls, config: JsonDict) -> "Shape":
@@ -166,6 +168,7 @@ class Shape:
 
     def with_blocks(self, units: Sequence[Mapping[str, int]]) -> "Shape":
         """Replace the numbers of units: one table per block, by the field that counts them."""
+        units = [{**{name: getattr(self, name) for name in _BY_BLOCK}, **block} for block in units]
         widest = {name: max(block[name] for block in units) for name in units[0]}
         by_block = tuple(tuple(sorted(block.items())) for block in units)
         alike = len(set(by_block)) == 1
@@ -173,7 +176,7 @@ class Shape:
 
     def listed(self) -> "Shape":
         """List the widths by block even if all blocks are alike."""
-        widths = tuple(sorted((name, getattr(self, name)) for name in ("kv_heads", "ffn")))
+        widths = tuple(sorted((name, getattr(self, name)) for name in _BY_BLOCK))
         return replace(self, by_block=self.by_block or (widths,) * self.layers)
 
     def keys(self) -> dict[str, int]:
@@ -217,6 +220,7 @@ class Site:
         consumer: full name of the module whose columns are removed, and which is compensated.
         value: the rows of the value projection, if the consumer follows attention; a unit has them
             once for all its query heads.
+        groups: the number of KV groups, where units are query heads: of each as many stay; else 0.
     """
 
     block: int
@@ -227,6 +231,12 @@ class Site:
     producers: tuple[Rows, ...]
     consumer: str
     value: Rows | None = None
+    groups: int = 0
+
+    @property
+    def ranges(self) -> int:
+        """Equal ranges of consecutive units, of each of which as many stay."""
+        return self.groups or 1
 
     @property
     def kind(self) -> str:

@@ -96,9 +96,10 @@ def value_rows(
     """
     if site.value is None:
         return None
-    rows = tensors[site.value.tensor][site.value.of(units)]
-    # Kept rows, (units · head_dim)×hidden → each head's rows once for every query head of its group
-    heads = rows.reshape(len(units.indices), -1, rows.shape[1])
+    rows = tensors[site.value.tensor][site.value.start : site.value.stop]
+    # Rows of all KV heads → those that the kept units read → once for every query head of a unit
+    heads = rows.unflatten(0, (site.groups or site.units, -1))
+    heads = heads[units.indices.cpu() * len(heads) // site.units]
     return heads.repeat_interleave(site.columns_per_unit // heads.shape[1], dim=0).flatten(0, 1)
 
 

@@ -97,7 +97,7 @@ def _importance(measured: Measured, site: Site, run: Run) -> tuple[Tensor, KeptS
         gram.check_finite()
         importance = run.recipe.allocation.importance
         assert importance is not None  # or the widths were decided before
-        return importance(weight, gram, site.units, run.plan.widths.of(site))
+        return importance(weight, gram, site.units, run.plan.widths.of(site), site.ranges)
 
 
 def _repaired(

@@ -103,7 +103,7 @@ def prune(
     seconds = _Stopwatch()
     recipe = Recipe.or_of(recipe, settings)
     collected = None if statistics is None else Statistics.open(statistics)
-    dense = Dense.open(model)
+    dense = Dense.open(model).counted_in(recipe.pruning.attention_units)
     carried_files(dense.folder)
     out = path_of(out)
     check_output(out, dense.folder, force=force or unfinished(out))

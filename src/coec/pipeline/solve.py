@@ -305,8 +305,9 @@ def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:
         units=site.units,
         keep=keep,
         seed=nth_seed(plan.recipe.calibration.seed, site.block),
+        ranges=site.ranges,
     )
-    return keep_highest(unit_scores(scores, site.units), keep)
+    return keep_highest(unit_scores(scores, site.units), keep, site.ranges)
 
 
 def _check_recordable(row: JsonDict) -> None:

@@ -119,9 +119,11 @@ def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]
         sparsity = pruning.removed(site.kind)
         if not sparsity or (kept is not None and site.key in kept.units):
             continue
-        if kept_count(site.units, sparsity) == site.units:
+        each = site.units // site.ranges
+        if kept_count(each, sparsity) == each:
+            group = " of a KV group" if site.groups else ""
             yield (
-                f"nothing is removed at {site.kind}: {sparsity:.4g} of {site.units} {site.unit}s "
+                f"nothing is removed at {site.kind}: {sparsity:.4g} of {each} {site.unit}s{group} "
                 "is less than one"
             )
         elif site.value is None and pruning.multiple_of != "1" and min(counts) == site.units:

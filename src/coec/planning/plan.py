@@ -81,6 +81,7 @@ class Plan:
         Raises:
             ModelError, OptionError: as in `of`.
         """
+        model = model.counted_in(recipe.pruning.attention_units)
         recipe = resolve(recipe, model, statistics)
         # A rule that cannot be planned is left out and named, unless none can.
         plans: dict[str, Plan] = {}
@@ -331,7 +332,8 @@ def _pruned_sizes(model: Description, widths: Widths) -> Shape:
     # Sites of a block that share a size, as its experts do, must keep alike.
     kept: dict[tuple[int, str], set[int]] = {}
     for site in model.layout.sites:
-        kept.setdefault((site.block, size_names[site.kind]), set()).add(widths.of(site))
+        name = "group" if site.groups else size_names[site.kind]
+        kept.setdefault((site.block, name), set()).add(widths.of(site) // site.ranges)
     widest: dict[str, int] = {}
     by_block: list[dict[str, int]] = [{} for _ in range(model.shape.layers)]
     for (block, name), counts in kept.items():

@@ -12,6 +12,7 @@ from coec.models.description import Description
 from coec.planning.recipe import Recipe
 from coec.selection import kept_count
 from coec.settings import Calibration, Reconstruction
+from coec.settings.fields import without_effect
 from coec.settings.presets import YIELDING
 from coec.streaming.statistics import Statistics
 
@@ -153,6 +154,8 @@ def _check_model(recipe: Recipe, model: Description) -> None:
             f"attention of {architecture.model_type} keeps all KV groups "
             f"({architecture.attention_kept}), got attention_sparsity = {sparsity:g}: leave it out"
         )
+    if pruning.attention_units == "heads":
+        _check_heads(model)
     if architecture.blocks.experts and pruning.non_uniform:
         raise OptionError(
             f"non_uniform is not built for models of experts ({architecture.model_type}): leave it "
@@ -160,6 +163,20 @@ def _check_model(recipe: Recipe, model: Description) -> None:
         )
     if pruning.expert_sparsity:
         _check_experts(model, pruning.expert_sparsity)
+
+
+def _check_heads(model: Description) -> None:
+    """Raise OptionError where no KV group has a query head to spare."""
+    if model.architecture.attention_kept:
+        raise without_effect(
+            "attention_units = heads",
+            f"{model.architecture.model_type}, whose attention stays whole",
+        )
+    if min(model.shape.at(block).group for block in range(model.shape.layers)) == 1:
+        raise OptionError(
+            "attention_units = heads leaves every KV group a query head at least, and this model "
+            "has one in each: leave it out"
+        )
 
 
 def _needs_parts(recipe: Recipe) -> str | None:

@@ -108,19 +108,27 @@ SELECTIONS: dict[str, Score] = {
 
 
 def column_scores(
-    score: Score, weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int, seed: int
+    score: Score,
+    weight: Float[Tensor, "m d"],
+    gram: Gram,
+    *,
+    units: int,
+    keep: int,
+    seed: int,
+    ranges: int = 1,
 ) -> Float[Tensor, " d"]:
     """Return the scores of columns; a score gets those of these arguments that it declares.
 
     Args:
-        score: `(weight, gram) -> scores`, with any of `units`, `keep` and `seed` by keyword.
+        score: `(weight, gram) -> scores`, with any of the arguments after it by keyword.
         weight: `W₀`.
         gram: statistics of its inputs.
         units: how many there are, each of as many consecutive columns.
         keep: how many of them will stay.
         seed: of random choices.
+        ranges: equal ranges of consecutive units, of each of which as many stay.
     """
-    offered = {"units": units, "keep": keep, "seed": seed}
+    offered = {"units": units, "keep": keep, "seed": seed, "ranges": ranges}
     declared = inspect.signature(score).parameters
     return score(weight, gram, **{name: offered[name] for name in offered if name in declared})
 
@@ -140,8 +148,8 @@ def kept_count(units: int, sparsity: float) -> int:
     return max(1, math.ceil((1 - Fraction(repr(float(sparsity)))) * units))
 
 
-def keep_highest(scores: Float[Tensor, " u"], count: int) -> KeptSet:
-    """The `count` units of highest score; ties break toward the lower index.
+def keep_highest(scores: Float[Tensor, " u"], count: int, ranges: int = 1) -> KeptSet:
+    """The `count` units of highest score, as many of each range; ties break toward the lower index.
 
     Raises:
         NumericalError: a score is NaN.
@@ -149,5 +157,7 @@ def keep_highest(scores: Float[Tensor, " u"], count: int) -> KeptSet:
     if torch.isnan(scores).any():
         raise NumericalError("a selection score is NaN")
     # A stable sort keeps equal scores in the order of their indices.
-    order = torch.argsort(scores, descending=True, stable=True)
-    return KeptSet(order[:count].sort().values, len(scores))
+    order = torch.argsort(scores.view(ranges, -1), dim=1, descending=True, stable=True)
+    starts = torch.arange(0, len(scores), order.shape[1], device=order.device)
+    kept = (order[:, : count // ranges] + starts[:, None]).flatten()
+    return KeptSet(kept.sort().values, len(scores))

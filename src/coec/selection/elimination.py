@@ -48,7 +48,9 @@ TIE = 1e-9
 """Costs that differ by less than this, relatively, are equal: A is not known better."""
 
 
-def obs(weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int) -> Float[Tensor, " d"]:
+def obs(
+    weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int, ranges: int = 1
+) -> Float[Tensor, " d"]:
     """The unit that costs least once the rest is refitted goes first, one by one.
 
     The scores rank the units by the step at which they went, counted from 0; those that stay share
@@ -61,6 +63,7 @@ def obs(weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int) -> F
         gram: statistics of its inputs.
         units: how many there are, each of as many consecutive columns.
         keep: how many of them stay.
+        ranges: as in `removal_path`.
 
     Raises:
         NumericalError: the weight is not finite.
@@ -69,7 +72,7 @@ def obs(weight: Float[Tensor, "m d"], gram: Gram, *, units: int, keep: int) -> F
     """
     if weight.shape[1] % units or not 0 < keep <= units:
         raise OptionError(f"{weight.shape[1]} columns are not {units} units of which {keep} stay")
-    removed = [unit for unit, _ in removal_path(weight, gram.xx, units, keep)]
+    removed = [unit for unit, _ in removal_path(weight, gram.xx, units, keep, ranges=ranges)]
     # Order of removal → a score for every column; units that stay keep the number of steps.
     steps = torch.full((units,), len(removed))
     steps[removed] = torch.arange(len(removed))
@@ -82,6 +85,7 @@ def removal_path(
     units: int,
     keep: int,
     panel: int = PANEL,
+    ranges: int = 1,
 ) -> list[tuple[int, float]]:
     """Return the units that go, first to last, and what each costs once the rest is refitted.
 
@@ -94,6 +98,8 @@ def removal_path(
         units: how many there are.
         keep: how many of them stay, at least 1.
         panel: columns whose removals are gathered, where a unit is one column.
+        ranges: equal ranges of consecutive units, of several columns each, that lose one unit in
+            turn: of each as many stay whenever all have lost one more.
 
     Raises:
         NumericalError: the weight is not finite.
@@ -106,9 +112,15 @@ def removal_path(
     # needs no update of A and N.
     state = _Elimination.of(weight, G, units)
     path: list[tuple[int, float]] = []
+    turn: set[int] = set()  # ranges that have lost a unit in this turn
     while True:
         excess = units - keep - len(path)
-        gone, costs, L, U = state.panel(min(panel, excess)) if state.width == 1 else state.group()
+        if state.width == 1 and ranges == 1:
+            gone, costs, L, U = state.panel(min(panel, excess))
+        else:
+            gone, costs, L, U = state.group(turn, units // ranges)
+            turn = (turn | {int(state.names[gone[0]]) * ranges // units}) if ranges > 1 else turn
+            turn = set() if len(turn) == ranges else turn
         path += zip(state.names[gone].tolist(), costs, strict=True)
         if len(gone) == excess:
             return path
@@ -197,14 +209,20 @@ class _Elimination:
                 step(slice(done))
         return gone.tolist(), costs.tolist(), L, U
 
-    def group(self) -> Removal:
-        """Find the next unit to go, where it has several columns."""
+    def group(self, spared: set[int], size: int) -> Removal:
+        """Find the next unit to go, where units have several columns.
+
+        None goes of the ranges of `size` units that are spared.
+        """
         A, N, c = self.A, self.N, self.width
         starts = range(0, len(A), c)
         # A_gg = C Cᵀ for all units at once → costs tr(A_gg⁻¹ N_gg)
         C = torch.linalg.cholesky(torch.stack([_diagonal_block(A, i, i + c) for i in starts]))
         N_gg = torch.stack([_diagonal_block(N, i, i + c) for i in starts])
         costs = torch.cholesky_solve(N_gg, C).diagonal(dim1=1, dim2=2).sum(dim=1)
+        for unit, name in enumerate(self.names.tolist() if spared else ()):
+            if name // size in spared:
+                costs[unit] = torch.inf
         g = int(_cheapest(costs.clamp_min_(0)))
         start, stop = g * c, (g + 1) * c
         # The cheapest unit's L = C⁻¹ A_g:, V = C⁻¹ N_g:, K = V_:g C⁻ᵀ, U = V − ½ K L

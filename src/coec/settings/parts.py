@@ -15,6 +15,7 @@ DEFAULT_PRESET: PresetName = "balanced"
 """The preset where none is named; a part that is made by itself has the paper's defaults."""
 TargetName = Literal["hf", "vllm", "llama.cpp"]
 Allocation = Literal["uniform", "adaptive", "error"]
+AttentionUnits = Literal["groups", "heads"]
 ExecutorName = Literal["here", "ray"]
 KvGroups = Literal["uniform", "all", "held-out"]
 TokenWeights = Literal["equal", "residual"]
@@ -23,8 +24,8 @@ DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 SolveDtypeName = Literal["auto", "float64", "float32"]
 LARGEST_MULTIPLE = 2**20
 CHOOSING = (
-    "sparsity", "attention_sparsity", "mlp_sparsity", "expert_sparsity", "budget_parameters",
-    "multiple_of", "allocation", "selection", "kept",
+    "sparsity", "attention_units", "attention_sparsity", "mlp_sparsity", "expert_sparsity",
+    "budget_parameters", "multiple_of", "allocation", "selection", "kept",
 )  # fmt: skip
 """Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
@@ -76,7 +77,9 @@ class Pruning(Settings):
 
     Attributes:
         sparsity: Fraction of units removed, between 0 and 1.
-        attention_sparsity: Fraction of KV groups removed; 0 keeps all.
+        attention_units: What attention loses: whole KV `groups`, or query `heads`, as many of every
+            group, which leaves keys, values and their cache as they are.
+        attention_sparsity: Fraction of these units removed; 0 keeps all.
         mlp_sparsity: Fraction of MLP channels removed, those of every expert included; 0 keeps all.
         expert_sparsity: Fraction of whole experts removed, as many in every block: those that add
             least to the tokens they get. The others lose mlp_sparsity of their channels besides.
@@ -106,6 +109,7 @@ class Pruning(Settings):
     """
 
     sparsity: float = setting(0.3, check=check_sparsity)
+    attention_units: AttentionUnits = setting("groups")
     attention_sparsity: float | None = setting(
         None, otherwise="sparsity", least=0, check=_share_named("attention_sparsity")
     )
