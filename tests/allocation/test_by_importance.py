@@ -8,7 +8,7 @@ import torch
 import tiny_models as tm
 from coec.allocation.by_importance import by_importance
 from coec.allocation.uniform import uniform
-from coec.allocation.widths import Widths, parameters
+from coec.allocation.widths import Rounding, Widths, parameters
 from coec.models.description import Description
 from coec.settings import Pruning
 
@@ -48,7 +48,7 @@ def test_units_cost_what_pruning_them_saves():
 @pytest.mark.parametrize("multiple", [1, 8, None])
 def test_no_more_parameters_stay_than_before_and_hardly_fewer(seed, multiple):
     given = start(multiple_of="auto" if multiple is None else multiple)
-    widths = by_importance(MODEL, given, falling(seed), multiple)
+    widths = by_importance(MODEL, given, falling(seed), Rounding(multiple))
     left = total(given) - total(widths)
     assert 0 <= left < (multiple or 1) * parameters(SITES[1], SHAPES)
     assert all(1 <= widths.of(site) <= site.units for site in SITES)
@@ -61,7 +61,7 @@ def test_no_more_parameters_stay_than_before_and_hardly_fewer(seed, multiple):
 def test_no_exchange_of_two_units_would_be_worth_more():
     """One place in the ranking divides what stays from what goes, but for what just did not fit."""
     importances = falling(1)
-    widths = by_importance(MODEL, start(), importances, 1)
+    widths = by_importance(MODEL, start(), importances, Rounding(1))
     stay = {site.key: importances[site.key][widths.of(site) - 1] for site in SITES}
     go = {s.key: importances[s.key][widths.of(s)] for s in SITES if widths.removes_from(s)}
     spare = total(start()) - total(widths)
@@ -81,7 +81,7 @@ def test_what_one_group_is_too_dear_for_goes_to_channels():
         else:
             last = 3.9 if site.block else 3.0  # behind 2 and 14 channels of each block
             importances[site.key] = torch.tensor([9, last, last, last], dtype=torch.float64)
-    widths = by_importance(MODEL, given, importances, 1)
+    widths = by_importance(MODEL, given, importances, Rounding(1))
     assert widths.everywhere("attention") == (1, 4)
     assert sum(widths.everywhere("mlp")) == 40 - 8  # five groups, and no parameter is left over
     assert total(widths) == total(given)
@@ -90,14 +90,14 @@ def test_what_one_group_is_too_dear_for_goes_to_channels():
         if site.value is not None and site.block == 0:
             dear[site.key][1:] = 2.1  # at the place that divides, where four channels are left
     four = Widths({(s.block, s.name): given.of(s) - 2 * (s.value is None) for s in SITES})
-    widths = by_importance(MODEL, four, dear, 1)
+    widths = by_importance(MODEL, four, dear, Rounding(1))
     assert widths.everywhere("attention") == (1, 4)
     assert total(widths) == total(four)
 
 
 def test_equal_worths_per_share_give_equal_shares_within_a_kind():
     importances = {s.key: torch.linspace(1, 0, s.units, dtype=torch.float64) for s in SITES}
-    widths = by_importance(MODEL, start(0.5), importances, 1)
+    widths = by_importance(MODEL, start(0.5), importances, Rounding(1))
     assert set(widths.everywhere("attention")) == {2}
     assert max(widths.everywhere("mlp")) - min(widths.everywhere("mlp")) <= 1
 
@@ -105,7 +105,7 @@ def test_equal_worths_per_share_give_equal_shares_within_a_kind():
 def test_kinds_apart_keep_their_own_parameters_and_the_unnamed_their_widths():
     importances = falling(2)
     del importances["layers.1.mlp"]
-    widths = by_importance(MODEL, start(0.5), importances, 1, frozenset({"attention"}))
+    widths = by_importance(MODEL, start(0.5), importances, Rounding(1), frozenset({"attention"}))
     assert sum(widths.everywhere("attention")) == 4
     assert widths.everywhere("mlp") == (20, 20)
 
@@ -114,7 +114,7 @@ def test_a_block_that_is_worth_nothing_keeps_one_unit():
     importances = falling(3)
     for site in LAYOUT.blocks[0].sites:
         importances[site.key] = torch.full((site.units,), -1.0, dtype=torch.float64)
-    widths = by_importance(MODEL, start(0.5), importances, 1)
+    widths = by_importance(MODEL, start(0.5), importances, Rounding(1))
     # One group costs as much as eight channels: those and one more go where something is worth.
     assert widths.everywhere("attention") == (1, 4)
     assert widths.everywhere("mlp") == (1, 31)

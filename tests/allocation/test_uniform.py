@@ -9,8 +9,10 @@ import tiny_models as tm
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import quantised_cost
+from coec.models.layout import QUANTISED_COLUMNS
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
+from coec.selection import kept_count
 from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B
 
 
@@ -29,7 +31,7 @@ def widths(config=None, **settings):
         (LLAMA_8B, 1, 10036),
         (LLAMA_8B, "8", 10040),
         (LLAMA_8B, 256, 10240),
-        (LLAMA_8B, "auto", 10112),  # 256 would add 2.03 %, 128 adds 0.8 %
+        (LLAMA_8B, "auto", 10240),  # 256 adds 2.03 %
         (LLAMA_70B, "auto", 20224),
         (QWEN_7B, "auto", 13312),
         (LLAMA_8B, 10**5, 14336),
@@ -39,6 +41,48 @@ def test_channels_are_rounded_up_and_groups_stay(config, align, ffn):
     kept, groups = widths(config, sparsity=0.3, multiple_of=align)
     assert kept == ffn
     assert groups == widths(config, sparsity=0.3)[1]
+
+
+@pytest.mark.parametrize("gpus", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("units", ["groups", "heads"])
+@pytest.mark.parametrize("align", [1, 100, "auto"])
+@pytest.mark.parametrize("sparsity", [0.05, 0.3, 0.6])
+def test_so_many_gpus_divide_what_stays(gpus, units, align, sparsity):
+    settings = {"sparsity": sparsity, "multiple_of": align, "attention_units": units}
+    if units == "heads" and gpus in (3, 7):  # the KV groups stay, of which there are eight
+        with pytest.raises(
+            OptionError, match=f"= {gpus} divides no number of query heads up to 32"
+        ):
+            plan(LLAMA_8B, **settings, tensor_parallel=gpus)
+        return
+    found = plan(LLAMA_8B, **settings, tensor_parallel=gpus)
+    assert gpus in found.pruned.gpus()
+    kept = kept_count(14_336, sparsity)
+    assert found.pruned.ffn >= min(kept, 14_336 - gpus)
+    if align == "auto":
+        assert found.pruned.ffn <= 1.03 * kept
+        if sparsity == 0.3 and gpus in (2, 4, 8):
+            assert gpus in found.pruned.gpus(columns=QUANTISED_COLUMNS)
+
+
+def test_widths_that_somebody_names_may_divide_over_fewer_gpus():
+    kept = {f"layers.{block}.attention": [0, 1, 2] for block in range(2)}
+    with pytest.raises(OptionError, match="divided over tensor_parallel = 2 GPUs, but over 1"):
+        plan(tm.raw_config(), tensor_parallel=2, kept=kept, preset="paper")
+
+
+def test_query_heads_stay_alike_in_every_group():
+    found = plan(LLAMA_8B, sparsity=0.3, attention_units="heads")
+    assert (found.pruned.kv_heads, found.pruned.group) == (8, 3)
+    assert found.record()["widths"]["query_heads"] == {"before": 32, "after": 24}
+    few = plan(LLAMA_8B, sparsity=0.2, attention_units="heads")
+    assert "nothing is removed at attention: 0.2 of 4 query heads of a KV group" in str(few.notes)
+    kept = {"layers.0.attention": [0, 1, 2]}  # two of the first group, one of the second
+    with pytest.raises(OptionError, match="keeps 0 to 2 query heads of a KV group"):
+        plan(tm.raw_config(), attention_units="heads", kept=kept)
+    alone = tm.raw_config(num_key_value_heads=8)
+    with pytest.raises(OptionError, match="has one in each: leave it out"):
+        plan(alone, attention_units="heads")
 
 
 def test_automatic_alignment_gives_way_where_it_would_add_too_much():

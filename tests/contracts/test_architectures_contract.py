@@ -187,12 +187,12 @@ def test_a_repair_behind_fewer_heads_is_the_masked_model(
 @pytest.mark.parametrize("preset", ["fast", "balanced", "best"])
 @pytest.mark.parametrize("non_uniform", [False, True])
 def test_every_preset_takes_query_heads(preset, non_uniform, models, tokens, tmp_path):
-    own = {} if non_uniform else HEADS
-    short = {} if preset == "fast" else {"reconstruct": 1}
-    short |= {"prediction_passes": 1} if preset == "best" else {}
+    more = {"attention_units": "heads"} if non_uniform else HEADS
+    more |= {} if preset == "fast" else {"reconstruct": 1}
+    more |= {"prediction_passes": 1} if preset == "best" else {}
     coec.prune(
-        models["llama"], tmp_path / "out", preset=preset, calibration=tokens, samples=24, seq_len=32,
-        non_uniform=non_uniform, budget_parameters=0.8, **own | short | {"attention_units": "heads"},
+        models["llama"], tmp_path / "out", preset=preset, calibration=tokens, samples=24,
+        seq_len=32, non_uniform=non_uniform, budget_parameters=0.8, **more,
     )  # fmt: skip
     shape = Dense.open(tmp_path / "out").shape
     blocks = [shape.at(block) for block in range(shape.layers)]

@@ -358,7 +358,6 @@ BROKEN = {
     "no list": ("a", "is no list of tables"),
     "too few": ([{"intermediate_size": 3}], "is of 1 blocks of 2"),
     "unknown": ([{"hidden_size": 3}, {}], "holds 'hidden_size'; known are num_attention_heads"),
-    "other groups": ([{"num_attention_heads": 4}, {}], "blocks of 1 query heads per KV group"),
     "zero": ([{"intermediate_size": 0}, {}], "it must be at least 1"),
 }
 
@@ -368,6 +367,13 @@ def test_widths_by_block_that_cannot_be_are_named(name):
     value, match = BROKEN[name]
     with pytest.raises(ModelError, match=match):
         Description.of(tm.raw_config("mistral", block_widths=value))
+
+
+def test_heads_by_block_whose_size_nobody_says_are_refused():
+    config = tm.raw_config("mistral", block_widths=[{"num_attention_heads": 4}, {}])
+    assert Description.of(config).shape.at(0).group == 1
+    with pytest.raises(ModelError, match="has heads of size 8, and others of 4"):
+        Description.of({key: value for key, value in config.items() if key != "head_dim"})
 
 
 def test_a_shape_of_own_widths_is_read_as_it_was_written():

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.allocation.widths import Widths, aligned, parameters
+from coec.allocation.widths import Rounding, Widths, parameters
 from coec.models.description import Description
 from coec.models.layout import Site
 
@@ -19,7 +19,7 @@ def by_importance(
     model: Description,
     start: Widths,
     importances: Importances,
-    multiple: int | None,
+    rounding: Rounding,
     apart: frozenset[str] = frozenset(),
     spare: int = 0,
 ) -> Widths:
@@ -33,7 +33,7 @@ def by_importance(
         model: says where units are, and the shapes of the dense model's tensors.
         start: widths whose parameters are shared out.
         importances: of the sites among which they are; the others keep what they have.
-        multiple: to what channels are rounded up; None chooses it.
+        rounding: to what numbers of units widths are rounded up.
         apart: kinds of sites that share their own parameters only.
         spare: parameters that may stay besides, at the other kinds.
     """
@@ -46,7 +46,7 @@ def by_importance(
     for name, sites in pools.items():
         costs = [parameters(site, model.shapes) for site in sites]
         budget = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
-        pool = _Pool(sites, costs, budget if name else budget + spare, multiple)
+        pool = _Pool(sites, costs, budget if name else budget + spare, rounding)
         counts = pool.counts([importances[site.key] for site in sites])
         kept |= {(site.block, site.name): n for site, n in zip(sites, counts, strict=True)}
     return Widths(kept)
@@ -60,13 +60,13 @@ class _Pool:
         sites: the sites.
         costs: the parameters of one unit of each.
         budget: how many parameters all units that stay may have.
-        multiple: as in `by_importance`.
+        rounding: as in `by_importance`.
     """
 
     sites: Sequence[Site]
     costs: Sequence[int]
     budget: int
-    multiple: int | None
+    rounding: Rounding
 
     def counts(self, importances: Sequence[Float[Tensor, " units"]]) -> list[int]:
         """Return how many units of each site stay."""
@@ -123,4 +123,4 @@ class _Pool:
         return sum(self._width(n, count) * self.costs[n] for n, count in enumerate(counts))
 
     def _width(self, n: int, count: int) -> int:
-        return aligned(self.sites[n], count, self.multiple)
+        return self.rounding.up(self.sites[n], count)

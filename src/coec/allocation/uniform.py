@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from coec.allocation.kept import KeptUnits
-from coec.allocation.widths import OF_EXPERTS, Widths, aligned, aligned_down, parameters
+from coec.allocation.widths import OF_EXPERTS, Rounding, Widths, parameters
 from coec.errors import OptionError
 from coec.models.layout import Layout, Site
 from coec.selection import kept_count
@@ -29,9 +29,9 @@ def uniform(layout: Layout, pruning: Pruning, named_units: KeptUnits | None = No
     Raises:
         OptionError: nothing goes anywhere.
     """
-    kept = {}
+    kept, rounding = {}, Rounding.of(pruning)
     for site in layout.sites:
-        count = aligned(site, _by_rule(site, pruning), pruning.multiple)
+        count = rounding.up(site, _by_rule(site, pruning))
         named_count = None if named_units is None else named_units.units.get(site.key)
         kept[site.block, site.name] = count if named_count is None else len(named_count)
     widths = Widths(kept, _expert_count(layout, pruning))
@@ -131,7 +131,7 @@ def _next_fewer(site: Site) -> int:
     """Return the largest number of units, less than all, that a site may keep; 0 for none."""
     if site.value is not None:
         return site.units - site.ranges
-    return aligned_down(site, site.units - 1, 1)
+    return Rounding(1).down(site, site.units - 1)
 
 
 def whole_attention(
@@ -184,7 +184,7 @@ def whole_attention(
                 )
             count = widths.of(site)
             if less:
-                count = aligned_down(site, count - less, pruning.multiple)
+                count = Rounding.of(pruning).down(site, count - less)
             if not count:
                 raise OptionError(
                     f"kv_groups = all leaves fewer {site.unit}s than multiple_of = "

@@ -1,19 +1,21 @@
 """Widths: the units that every site keeps, what that removes, and to what they are rounded."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from coec.errors import OptionError
 from coec.models.layout import Layout, Site
+from coec.settings.parts import Pruning
 
 MULTIPLES = (256, 128, 64, 32)
 """`multiple_of = auto` chooses from these: blocks of K-quants, tensor cores and Q8_0."""
 OF_EXPERTS = 8
 """Divisor of the channels that experts keep: transformers runs all experts at once, which takes
 rows of a multiple of 16 bytes and fails on others."""
-MOST_ADDED = 0.02
+MOST_ADDED = 0.03
 """Share of the kept channels that `auto` may add."""
 
 
@@ -67,26 +69,68 @@ def parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:
     return rows + site.columns_per_unit * shapes[site.weight][0]
 
 
-def aligned(site: Site, kept: int, multiple: int | None) -> int:
-    """Round a number of channels up to a multiple, at most all; None chooses the multiple.
+@dataclass(frozen=True)
+class Rounding:
+    """To what numbers of units are rounded.
 
-    KV groups stay as they are counted, query heads as many in each group.
+    Attributes:
+        multiple: of channels; None chooses the largest of MULTIPLES that adds little.
+        gpus: number over which servers shall be able to divide every layer.
     """
-    if site.value is not None or kept == site.units:
-        return _up(kept, site.ranges)
-    if multiple is None:
-        fits = (n for n in MULTIPLES if _up(kept, n) <= min(kept * (1 + MOST_ADDED), site.units))
-        multiple = next(fits, 1)
-    return min(_up(kept, _of_site(site, multiple)), site.units)
 
+    multiple: int | None
+    gpus: int = 1
 
-def aligned_down(site: Site, count: int, multiple: int | None) -> int:
-    """Round a number down to a multiple, as `aligned` rounds up; None chooses the multiple."""
-    if multiple is None:
-        fits = (n for n in MULTIPLES if count // n * n >= count * (1 - MOST_ADDED))
-        multiple = next(fits, 1)
-    multiple = _of_site(site, multiple)
-    return count // multiple * multiple
+    @classmethod
+    def of(cls, pruning: Pruning) -> "Rounding":
+        """Read the settings."""
+        return cls(pruning.multiple, pruning.tensor_parallel)
+
+    def up(self, site: Site, kept: int) -> int:
+        """Round a number of units up, at most to what can be divided of all.
+
+        KV groups stay as they are counted, query heads as many in each group, unless several GPUs
+        are to divide them. Raises OptionError where no number can be divided.
+        """
+        if site.value is not None:
+            counts = range(site.ranges, site.units + 1, site.ranges)
+            served = [count for count in counts if self._divides_heads(site, count)]
+            if not served:
+                raise OptionError(
+                    f"tensor_parallel = {self.gpus} divides no number of {site.unit}s up to "
+                    f"{site.units}: take a divisor of that"
+                )
+            return next((count for count in served if count >= kept), served[-1])
+        least = _of_site(site, self.gpus)
+        whole = site.units if site.units % self.gpus == 0 else site.units // least * least
+        if kept >= whole:
+            return whole
+        most = min(kept * (1 + MOST_ADDED), whole)
+        fits = (n for n in self._multiples(site) if _up(kept, n) <= most)
+        multiple = next(fits, least) if self.multiple is None else next(self._multiples(site))
+        return min(_up(kept, multiple), whole)
+
+    def down(self, site: Site, count: int) -> int:
+        """Round a number of channels down, as `up` rounds up."""
+        fits = (n for n in self._multiples(site) if count // n * n >= count * (1 - MOST_ADDED))
+        multiple = next(fits, 1) if self.multiple is None else next(self._multiples(site))
+        multiple = _of_site(site, math.lcm(multiple, self.gpus))
+        return count // multiple * multiple
+
+    def _multiples(self, site: Site) -> Iterator[int]:
+        """Yield what channels may be multiples of: the number asked for, or the largest first."""
+        several = MULTIPLES if self.multiple is None else (self.multiple,)
+        return (_of_site(site, math.lcm(n, self.gpus) if self.multiple else n * self.gpus)
+                for n in several)  # fmt: skip
+
+    def _divides_heads(self, site: Site, count: int) -> bool:
+        """Tell whether the query heads can be divided, and KV heads divided or repeated, evenly."""
+        assert site.value is not None
+        kv_heads = site.groups or count
+        per_group = site.columns // (site.value.stop - site.value.start)
+        heads = count if site.groups else count * per_group
+        evenly = kv_heads % self.gpus == 0 or self.gpus % kv_heads == 0
+        return heads % self.gpus == 0 and evenly
 
 
 def _of_site(site: Site, multiple: int) -> int:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -23,6 +23,7 @@ from coec.models.non_uniform import class_of
 from coec.models.surgery import unstacked
 from coec.settings.parts import AttentionUnits
 
+_Model = TypeVar("_Model", bound="Description")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEAD, _EMBEDDING = Layout.head, Layout.embedding
 _PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
@@ -99,7 +100,7 @@ class Description:
             return model
         return Description.of(read_config(find_model(model, weights=False)))
 
-    def counted_in(self, units: AttentionUnits) -> Self:
+    def counted_in(self: _Model, units: AttentionUnits) -> _Model:
         """Return the model with KV groups, or query heads, as the units of its attention."""
         blocks = self.architecture.blocks
         layout = blocks.layout(self.shape, self.shapes, heads=units == "heads")

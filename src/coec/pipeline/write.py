@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -52,7 +51,7 @@ class Checkpoint:
         }
         self._split = split_torch_state_dict_into_shards(state, max_shard_size=MAX_SHARD)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpoint":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -141,14 +141,16 @@ def _rounding(
 ) -> Iterator[str]:
     """Yield what rounding the channels of every block up to `width` costs and saves."""
     by_fraction = kept_count(site.units, pruning.removed(site.kind))
-    if pruning.multiple == 1 or width <= by_fraction:
+    several = pruning.tensor_parallel > 1
+    if (pruning.multiple == 1 and not several) or width <= by_fraction:
         return
     more = blocks * (width - by_fraction) * parameters(site, model.shapes)
     outputs = model.shapes[site.weight][0]
     without, stored = (quantised_bytes(site, n, outputs) for n in (by_fraction, width))
     saved = blocks * (without - stored) / 1e6 if without and stored else 0.0
     yield (
-        f"multiple_of = {pruning.multiple_of} rounds {by_fraction:,} {site.unit}s up to {width:,}: "
-        f"{more / 1e6:,.1f}M parameters more"
+        f"multiple_of = {pruning.multiple_of} rounds {by_fraction:,} {site.unit}s up to {width:,}"
+        + f", which {pruning.tensor_parallel} GPUs divide" * several
+        + f": {more / 1e6:,.1f}M parameters more"
         + (f", {saved:,.1f} MB less of {site.consumer.rpartition('.')[2]} in Q4_K_M" * (saved > 0))
     )

@@ -7,7 +7,7 @@ import torch
 
 from coec.allocation.by_importance import Importances, by_importance
 from coec.allocation.uniform import shares_for, uniform, whole_attention
-from coec.allocation.widths import Widths
+from coec.allocation.widths import Rounding, Widths
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.errors import OptionError
 from coec.models.description import Description
@@ -141,6 +141,7 @@ class Plan:
         output = choose_format(model.config, pruned, biased=biased, target=recipe.pruning.target)
         seq_len = resolve_seq_len(recipe.calibration.seq_len, model.positions, DEFAULT_SEQ_LEN)
         shapes = Description.of(output.config).shapes
+        _check_divides(pruned, recipe.pruning.tensor_parallel)
         return cls(model, recipe, widths, pruned, output, shapes, seq_len)
 
     def allocated(self, importances: Importances) -> "Plan":
@@ -158,7 +159,7 @@ class Plan:
             self.model,
             self.widths,
             importances,
-            pruning.multiple,
+            Rounding.of(pruning),
             pruning.own_shares.union(uncut),
             self._unused_budget(),
         )
@@ -321,6 +322,15 @@ def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: S
         "no stock format holds: keep as many units in every block"
         + ("" if model.architecture.blocks.experts else code)
     )
+
+
+def _check_divides(pruned: Shape, gpus: int) -> None:
+    """Raise OptionError where widths that somebody named cannot be divided over so many GPUs."""
+    if gpus not in (possible := pruned.gpus()):
+        raise OptionError(
+            f"these widths cannot be divided over tensor_parallel = {gpus} GPUs, but over "
+            f"{', '.join(map(str, possible))}: leave out what names them, or take one of these"
+        )
 
 
 def _pruned_sizes(model: Description, widths: Widths) -> Shape:

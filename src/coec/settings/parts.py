@@ -25,7 +25,7 @@ SolveDtypeName = Literal["auto", "float64", "float32"]
 LARGEST_MULTIPLE = 2**20
 CHOOSING = (
     "sparsity", "attention_units", "attention_sparsity", "mlp_sparsity", "expert_sparsity",
-    "budget_parameters", "multiple_of", "allocation", "selection", "kept",
+    "budget_parameters", "multiple_of", "tensor_parallel", "allocation", "selection", "kept",
 )  # fmt: skip
 """Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
@@ -86,7 +86,10 @@ class Pruning(Settings):
         budget_parameters: Parameters that may be left, at most, embeddings included; below 1, that
             share of the dense model's. It takes the place of sparsity.
         multiple_of: Kept MLP channels are rounded up to a multiple of this; `auto` takes the
-            largest of 256, 128, 64 and 32 that adds at most 2 % of them.
+            largest of 256, 128, 64 and 32 that adds at most 3 % of them.
+        tensor_parallel: Number of GPUs over which servers can divide every layer: heads and
+            channels are rounded up to what it divides, with `auto` to so many times 256, 128, 64
+            or 32.
         allocation: Rule that shares the kept units among blocks: `uniform`; `adaptive`, by FLAP's
             standardised scores; or `error`, where the output error falls most for each parameter.
             The last two take a second dense pass, and need non_uniform, with which every preset but
@@ -129,6 +132,7 @@ class Pruning(Settings):
         "1",
         check=_must("multiple_of is a whole number of channels, at least 1, or auto", _is_multiple),
     )
+    tensor_parallel: int = setting(1, least=1, most=16)
     allocation: Allocation = setting("uniform")
     non_uniform: bool = setting(False)
     selection: SelectionName | Callable[..., Any] = setting("rcpu")

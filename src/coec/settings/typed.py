@@ -16,6 +16,7 @@ class PruningSettings(TypedDict, total=False):
     expert_sparsity: float
     budget_parameters: float | None
     multiple_of: int | str
+    tensor_parallel: int
     allocation: Literal["uniform", "adaptive", "error"]
     non_uniform: bool
     selection: Any
