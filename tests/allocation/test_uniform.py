@@ -71,6 +71,18 @@ def test_widths_that_somebody_names_may_divide_over_fewer_gpus():
         plan(tm.raw_config(), tensor_parallel=2, kept=kept, preset="paper")
 
 
+@pytest.mark.parametrize(
+    ("size", "bytes_"), [("14GB", 14e9), ("13.5 gib", 13.5 * 2**30), ("15000mb", 15e9)]
+)
+def test_a_budget_of_memory_holds_weights_and_keys_and_values(size, bytes_):
+    settings = {"budget_memory": size, "context": 10_000, "attention_sparsity": 0, "multiple_of": 1}
+    cache = 2 * 32 * 8 * 128 * 10_000
+    found = plan(LLAMA_8B, **settings)
+    assert 0.999 * bytes_ < 2 * (found.parameters_after + cache) <= bytes_
+    narrow = plan(LLAMA_8B, **settings, dtype="float32")  # as it is written
+    assert 0.999 * bytes_ < 4 * (narrow.parameters_after + cache) <= bytes_
+
+
 def test_query_heads_stay_alike_in_every_group():
     found = plan(LLAMA_8B, sparsity=0.3, attention_units="heads")
     assert (found.pruned.kv_heads, found.pruned.group) == (8, 3)

@@ -271,6 +271,15 @@ REFUSED = {
         {"budget_parameters": 25_000, "kv_groups": "all"},
         "budget_parameters = 25,000 with kv_groups = all leaves no intermediate channels",
     ),
+    "two budgets": (
+        {"budget_parameters": 0.9, "budget_memory": "1GB"},
+        "budget_parameters and budget_memory are both a budget",
+    ),
+    "no size": ({"budget_memory": "16"}, "is a size such as 16GB, 900MB or 14.5GiB, got '16'"),
+    "small memory": (
+        {"budget_memory": "1.1MB"},
+        r"beside the keys and values of context = 8,192 tokens \(2\.1 MB\): allow more",
+    ),
     "odd budget": ({"budget_parameters": 1.5}, "or below 1 a share of the dense model's, got 1.5"),
     "aligned budget": (
         {"budget_parameters": 21000, "multiple_of": 32},

@@ -7,12 +7,14 @@ plan says why. A setting that the user gave is never left out: it is refused.
 from dataclasses import replace
 
 from coec.calibration.windows import few_tokens, source_digest, window_length, with_judges
+from coec.devices import DTYPES, stored_dtype
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.planning.recipe import Recipe
 from coec.selection import kept_count
-from coec.settings import Calibration, Reconstruction
+from coec.settings import Calibration, Pruning, Reconstruction
 from coec.settings.fields import without_effect
+from coec.settings.parts import memory_size
 from coec.settings.presets import YIELDING
 from coec.streaming.statistics import Statistics
 
@@ -40,6 +42,8 @@ def resolve(recipe: Recipe, model: Description, statistics: Statistics | None = 
     if statistics is not None:
         recipe = with_statistics(recipe, model, statistics)
     recipe = recipe.opened()
+    if recipe.pruning.budget_memory is not None:
+        recipe = replace(recipe, pruning=_with_parameters(recipe.pruning, model))
     # What a preset brought yields to the dtype, the model and the length of the text, in turn.
     if recipe.calibration.forward_dtype == "float16" and recipe.reconstruction.reconstruct:
         recipe = _without_fits(recipe, "sums over tokens overflow in forward_dtype = float16")
@@ -163,6 +167,25 @@ def _check_model(recipe: Recipe, model: Description) -> None:
         )
     if pruning.expert_sparsity:
         _check_experts(model, pruning.expert_sparsity)
+
+
+def _with_parameters(pruning: Pruning, model: Description) -> Pruning:
+    """Return the settings with a budget of parameters in the place of one of memory.
+
+    Weights are as they are written; keys and values are those of the dense model, in that dtype.
+    """
+    assert pruning.budget_memory is not None
+    dtype = DTYPES[pruning.dtype] if pruning.dtype else stored_dtype(model.config)
+    blocks = map(model.shape.at, range(model.shape.layers))
+    numbers = 2 * sum(block.kv_heads * block.head_dim for block in blocks) * pruning.context
+    left = memory_size(pruning.budget_memory) // dtype.itemsize - numbers
+    if left < 1:
+        raise OptionError(
+            f"budget_memory = {pruning.budget_memory} has no room beside the keys and values of "
+            f"context = {pruning.context:,} tokens ({numbers * dtype.itemsize / 1e6:,.1f} MB): "
+            "allow more, or fewer tokens"
+        )
+    return replace(pruning, budget_memory=None, budget_parameters=left)
 
 
 def _check_heads(model: Description) -> None:

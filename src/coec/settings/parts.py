@@ -1,5 +1,6 @@
 """The parts of a recipe."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,8 @@ SolveDtypeName = Literal["auto", "float64", "float32"]
 LARGEST_MULTIPLE = 2**20
 CHOOSING = (
     "sparsity", "attention_units", "attention_sparsity", "mlp_sparsity", "expert_sparsity",
-    "budget_parameters", "multiple_of", "tensor_parallel", "allocation", "selection", "kept",
+    "budget_parameters", "budget_memory", "context", "multiple_of", "tensor_parallel",
+    "allocation", "selection", "kept",
 )  # fmt: skip
 """Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
@@ -61,6 +63,15 @@ def _must(be: str, holds: Callable[[Any], bool]) -> Callable[[Any], None]:
     return check
 
 
+def memory_size(size: str) -> int:
+    """Return the bytes of a size such as 16GB (10⁹ each) or 14.5GiB (2³⁰); 0 where it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", size.strip(), re.IGNORECASE)
+    if match is None:
+        return 0
+    power = "kmgt".index(match[2].lower()) + 1
+    return int(float(match[1]) * (2**10 if match[3] else 10**3) ** power)
+
+
 def _is_multiple(value: str) -> bool:
     return value == "auto" or (
         value.isdecimal() and value.isascii() and 0 < int(value) < LARGEST_MULTIPLE
@@ -85,6 +96,10 @@ class Pruning(Settings):
             least to the tokens they get. The others lose mlp_sparsity of their channels besides.
         budget_parameters: Parameters that may be left, at most, embeddings included; below 1, that
             share of the dense model's. It takes the place of sparsity.
+        budget_memory: Memory that a server may take, such as 16GB or 14.5GiB: of the weights as
+            they are written, and of the keys and values of `context` tokens. It takes its place
+            too.
+        context: Tokens, of all sequences together, for which budget_memory has room.
         multiple_of: Kept MLP channels are rounded up to a multiple of this; `auto` takes the
             largest of 256, 128, 64 and 32 that adds at most 3 % of them.
         tensor_parallel: Number of GPUs over which servers can divide every layer: heads and
@@ -128,6 +143,15 @@ class Pruning(Settings):
             lambda budget: budget > 0 and (budget < 1 or budget == int(budget)),
         ),
     )
+    budget_memory: str | None = setting(
+        None,
+        otherwise="what sparsity leaves",
+        check=_must(
+            "budget_memory is a size such as 16GB, 900MB or 14.5GiB",
+            lambda size: memory_size(size) > 0,
+        ),
+    )
+    context: int = setting(8192, least=1)
     multiple_of: str = setting(
         "1",
         check=_must("multiple_of is a whole number of channels, at least 1, or auto", _is_multiple),
@@ -158,8 +182,15 @@ class Pruning(Settings):
                 "stock format holds: set non_uniform to write code beside the weights, or leave "
                 "allocation out"
             )
-        if self.budget_parameters is not None and len(self.own_shares) == 2:
-            raise without_effect("budget_parameters", "attention_sparsity and mlp_sparsity")
+        budgets = [
+            name
+            for name in ("budget_parameters", "budget_memory")
+            if getattr(self, name) is not None
+        ]
+        if len(budgets) == 2:
+            raise OptionError("budget_parameters and budget_memory are both a budget: give one")
+        if budgets and len(self.own_shares) == 2:
+            raise without_effect(budgets[0], "attention_sparsity and mlp_sparsity")
 
     def removed(self, site: str) -> float:
         """The fraction of units that goes at one kind of site."""

@@ -15,6 +15,8 @@ class PruningSettings(TypedDict, total=False):
     mlp_sparsity: float | None
     expert_sparsity: float
     budget_parameters: float | None
+    budget_memory: str | None
+    context: int
     multiple_of: int | str
     tensor_parallel: int
     allocation: Literal["uniform", "adaptive", "error"]
