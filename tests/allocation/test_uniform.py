@@ -83,6 +83,27 @@ def test_a_budget_of_memory_holds_weights_and_keys_and_values(size, bytes_):
     assert 0.999 * bytes_ < 4 * (narrow.parameters_after + cache) <= bytes_
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "sparsity", "kept"),
+    [
+        (32, 8, 0.3, (8, 3)),  # six groups: on 2 GPUs, and no longer on 4 or 8
+        (8, 4, 0.3, (3, 2)),  # of two heads in a group none would go
+        (9, 3, 0.3, (3, 3)),  # neither goes
+        (9, 3, 0.34, (3, 2)),
+        (8, 8, 0.5, (4, 1)),  # one head in each group
+        (8, 4, 0, (4, 2)),
+    ],
+)
+def test_what_attention_loses_may_be_left_to_the_model(heads, kv_heads, sparsity, kept):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = tm.raw_config("mistral", **sizes)
+    found = plan(config, attention_units="auto", attention_sparsity=sparsity)
+    assert (found.pruned.kv_heads, found.pruned.group) == kept
+    assert found.recipe.pruning.attention_units == (
+        "heads" if kept[1] < heads // kv_heads else "groups"
+    )
+
+
 def test_query_heads_stay_alike_in_every_group():
     found = plan(LLAMA_8B, sparsity=0.3, attention_units="heads")
     assert (found.pruned.kv_heads, found.pruned.group) == (8, 3)

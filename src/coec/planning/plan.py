@@ -16,7 +16,7 @@ from coec.models.layout import QUANTISED_COLUMNS, Layout, Shape, Site
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
-from coec.planning.resolve import resolve
+from coec.planning.resolve import resolve, with_units
 from coec.settings import Pruning, Reconstruction
 from coec.streaming.statistics import Statistics
 
@@ -81,6 +81,7 @@ class Plan:
         Raises:
             ModelError, OptionError: as in `of`.
         """
+        recipe = with_units(recipe, model)
         model = model.counted_in(recipe.pruning.attention_units)
         recipe = resolve(recipe, model, statistics)
         # A rule that cannot be planned is left out and named, unless none can.

@@ -14,7 +14,7 @@ from coec.planning.recipe import Recipe
 from coec.selection import kept_count
 from coec.settings import Calibration, Pruning, Reconstruction
 from coec.settings.fields import without_effect
-from coec.settings.parts import memory_size
+from coec.settings.parts import AttentionUnits, memory_size
 from coec.settings.presets import YIELDING
 from coec.streaming.statistics import Statistics
 
@@ -167,6 +167,21 @@ def _check_model(recipe: Recipe, model: Description) -> None:
         )
     if pruning.expert_sparsity:
         _check_experts(model, pruning.expert_sparsity)
+
+
+def with_units(recipe: Recipe, model: Description) -> Recipe:
+    """Decide what attention loses, where that is left to the model."""
+    pruning = recipe.pruning
+    if pruning.attention_units != "auto":
+        return recipe
+    share, shape = pruning.removed("attention"), model.shape
+    units: AttentionUnits = "groups"
+    if share and not model.architecture.attention_kept:
+        groups, heads = (kept_count(count, share) for count in (shape.kv_heads, shape.group))
+        divisors = (n for n in range(2, shape.kv_heads + 1) if shape.kv_heads % n == 0)
+        ill_served = groups == shape.kv_heads or any(groups % n for n in divisors)
+        units = "heads" if ill_served and heads < shape.group else units
+    return replace(recipe, pruning=replace(pruning, attention_units=units))
 
 
 def _with_parameters(pruning: Pruning, model: Description) -> Pruning:

@@ -16,7 +16,7 @@ DEFAULT_PRESET: PresetName = "balanced"
 """The preset where none is named; a part that is made by itself has the paper's defaults."""
 TargetName = Literal["hf", "vllm", "llama.cpp"]
 Allocation = Literal["uniform", "adaptive", "error"]
-AttentionUnits = Literal["groups", "heads"]
+AttentionUnits = Literal["groups", "heads", "auto"]
 ExecutorName = Literal["here", "ray"]
 KvGroups = Literal["uniform", "all", "held-out"]
 TokenWeights = Literal["equal", "residual"]
@@ -88,8 +88,9 @@ class Pruning(Settings):
 
     Attributes:
         sparsity: Fraction of units removed, between 0 and 1.
-        attention_units: What attention loses: whole KV `groups`, or query `heads`, as many of every
-            group, which leaves keys, values and their cache as they are.
+        attention_units: What attention loses: whole KV `groups`; query `heads`, as many of every
+            group, which leaves keys, values and their cache as they are; or by `auto` heads where
+            no whole group would go, or a server could divide those that stay over fewer GPUs.
         attention_sparsity: Fraction of these units removed; 0 keeps all.
         mlp_sparsity: Fraction of MLP channels removed, those of every expert included; 0 keeps all.
         expert_sparsity: Fraction of whole experts removed, as many in every block: those that add

@@ -10,7 +10,7 @@ class PruningSettings(TypedDict, total=False):
     """Settings of a pruning, of its text and of the machine."""
 
     sparsity: float
-    attention_units: Literal["groups", "heads"]
+    attention_units: Literal["groups", "heads", "auto"]
     attention_sparsity: float | None
     mlp_sparsity: float | None
     expert_sparsity: float
