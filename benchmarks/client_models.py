@@ -99,6 +99,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "best": {"preset": "best"},
     "bias": {"compensation": "bias"},
     "align 32": {"multiple_of": "32"},
+    "query heads": {"attention_units": "heads", "attention_sparsity": 0.5},
     "MLP alone": {"attention_sparsity": 0},
     "MLP alone, bias": {"attention_sparsity": 0, "compensation": "bias"},
     "target vllm": {"target": "vllm"},
