@@ -16,10 +16,12 @@ from coec.execution.journal import Journal
 from coec.models.dense import Dense
 from coec.models.files import sha256
 from coec.pipeline.report import Report
+from coec.recovery import job as job_module
 from coec.recovery import text, training
 from coec.recovery.job import checked
 from coec.recovery.text import read_windows
 from coec.settings.recovery import Recovery
+from problems import failing
 
 SETTINGS = {"tokens": 2048, "seq_len": 32, "learning_rate": 3e-3, "batch_size": 8}
 
@@ -346,6 +348,47 @@ def test_budgets_are_written_as_people_write_them():
         assert Recovery(tokens=amount).tokens == tokens
     assert Recovery().tokens == 10_000_000
     assert Recovery(minutes=3).tokens is None
+
+
+ENOUGH = {"tokens": 32 * 300, "batch_size": 1, "learning_rate": None}
+"""A budget that rates are tried within: ten of three hundred steps, three times."""
+
+
+@pytest.fixture
+def many(recover, tmp_path):
+    """Recovers on enough text that rates are tried."""
+    path = tmp_path / "many.npy"
+    np.save(path, np.random.default_rng(6).integers(2, tm.VOCABULARY, (100, 32)))
+    return lambda *out, **changes: recover(*out, **{"text": path} | ENOUGH | changes)
+
+
+def test_rates_are_tried_where_a_tenth_of_the_budget_is_enough(many, monkeypatch):
+    assert many(tokens=32 * 299).recoveries[-1]["rates_tried"] == []
+    assert many("given", learning_rate=1e-3).recoveries[-1]["rates_tried"] == []
+    record = many("tried").recoveries[-1]
+    tried = {row["learning_rate"]: row["kl"] for row in record["rates_tried"]}
+    low, rule, high = tried
+    assert (rule / low, high / rule) == (pytest.approx(3), pytest.approx(3))
+    assert record["learning_rate"] == min(tried, key=tried.__getitem__)
+    assert (record["steps"], record["improved"]) == (300, True)
+    # A rule that is a hundred times too low: the highest of the three is taken.
+    monkeypatch.setattr(job_module, "RATE", job_module.RATE / 100)
+    record = many("low").recoveries[-1]
+    assert record["learning_rate"] == record["rates_tried"][2]["learning_rate"]
+
+
+def test_a_killed_trial_of_rates_is_not_done_again(many, monkeypatch, tmp_path):
+    whole = many("whole").recoveries[-1]
+    with monkeypatch.context() as patch:
+        killed = failing(training.Distillation.train, KeyboardInterrupt(), 4)
+        patch.setattr(training.Distillation, "train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            many()
+    told = []
+    again = many(progress=lambda *step: told.append(step[0])).recoveries[-1]
+    assert "trying learning rates" not in told
+    assert not differing(tmp_path / "out", tmp_path / "whole")
+    assert again["rates_tried"] == whole["rates_tried"]
 
 
 def test_a_small_budget_has_small_steps_and_a_lower_rate_for_each(dense, pruned, tmp_path):

@@ -33,6 +33,9 @@ from coec.recovery.training import Schedule
 from coec.settings.fields import nth_seed
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
+_RATES = 1 / 3, 1.0, 3.0
+"""Learning rates that are tried, over that of the rule."""
+
 
 def train(
     job: Job, pieces: Journal | None, processes: Processes, progress: Progress | None
@@ -52,10 +55,12 @@ def train(
     if pieces is not None and not resumed:
         pieces.note("start", kl=training.divergence(job.network(), teacher, validation))
     before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
-    rate = job.rate(before, schedule.batch)
+    examples = trained, validation
+    tried = _tried_rates(job, pieces, schedule, before, teacher, examples, processes, progress)
+    rate = min(tried, key=lambda rate: tried[rate]) if tried else job.rate(before, schedule.batch)
     step_tokens = schedule.batch * job.seq_len
     monitor = training.TrainingMonitor(pieces, step_tokens, before, progress)
-    trainer = training.trainer_of(job, schedule, rate, teacher, (trained, validation), monitor)
+    trainer = training.trainer_of(job, schedule, rate, teacher, examples, monitor)
     # Train from the last sound state → best state on the validation windows
     saved = {} if pieces is None else dict(pieces.every("saved"))
     last = None if pieces is None else training.last_state(job.partial / STATES, saved)
@@ -91,6 +96,7 @@ def train(
         "batch_size": schedule.batch,
         "seq_len": job.seq_len,
         "learning_rate": rate,
+        "rates_tried": [{"learning_rate": rate, "kl": kl} for rate, kl in tried.items()],
         "processes": processes.count,
         "held_out": held_out,
         "improved": improved,
@@ -99,6 +105,43 @@ def train(
         "seconds": time.perf_counter() - began,
         "environment": environment(str(job.device)),
     }
+
+
+def _tried_rates(
+    job: Job,
+    pieces: Journal | None,
+    schedule: Schedule,
+    start: float,
+    teacher: PreTrainedModel | None,
+    examples: tuple[Examples, Examples],
+    processes: Processes,
+    progress: Progress | None,
+) -> dict[float, float]:
+    """Return rates about that of the rule, and the held-out divergence behind a short training.
+
+    None are tried where the user gave a rate, or the budget is too small for it to pay.
+    """
+    short = schedule.shortened()
+    if job.recovery.learning_rate is not None or short is None:
+        return {}
+    known = None
+    if pieces is not None and "rates" in pieces:
+        known = pieces.facts("rates")["tried"]
+    known = processes.agree(known)
+    if known is None:
+        known = []
+        for number, factor in enumerate(_RATES):
+            if progress:
+                progress("trying learning rates", number, len(_RATES))
+            rate = factor * job.rate(start, schedule.batch)
+            trainer = training.trainer_of(job, short, rate, teacher, examples)
+            trainer.train()
+            known.append((rate, trainer.evaluate()["eval_loss"]))
+            del trainer
+            gc.collect()
+        if pieces is not None:
+            pieces.note("rates", tried=known)
+    return {rate: kl if math.isfinite(kl) else math.inf for rate, kl in known}
 
 
 def _prepared(

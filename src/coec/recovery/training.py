@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +52,8 @@ _WRITER = "inline_container.cc"
 """Where torch says that it cannot write a file; it does not say why."""
 _FULL = 2**20
 """Bytes below which a disk is called full."""
+_TRIAL_STEPS = 10
+"""Steps by which learning rates are told apart, at least (docs/lab/LOG.md)."""
 _TIMED = 3
 """Batches that are timed, behind one that sets things up."""
 
@@ -85,6 +87,13 @@ class Schedule:
         batch = share * processes
         steps = max(1, round(tokens / (batch * seq_len)))
         return cls(steps, batch, at_once, share // at_once, max(1, math.ceil(steps / EVALUATIONS)))
+
+    def shortened(self) -> "Schedule | None":
+        """Return that of a trial by a hundredth of the steps, ten at least; None where those of
+        three trials are more than a tenth.
+        """
+        steps = max(_TRIAL_STEPS, self.steps // 100)
+        return replace(self, steps=steps, every=steps) if 30 * steps <= self.steps else None
 
 
 @torch.no_grad()
@@ -227,14 +236,16 @@ def trainer_of(
     rate: float,
     teacher: PreTrainedModel | None,
     examples: tuple[Examples, Examples],
-    monitor: TrainingMonitor,
+    monitor: TrainingMonitor | None = None,
 ) -> Distillation:
     """Return the Trainer of a student: AdamW, warm-up, linear decay to zero, states compared.
 
     Args:
         teacher: as in `Distillation`.
         examples: windows to train on, and those that judge.
+        monitor: of a training whose states are kept and compared; None keeps none.
     """
+    kept = "no" if monitor is None else "steps"
     settings = TrainingArguments(
         output_dir=str(job.partial / STATES), max_steps=schedule.steps, learning_rate=rate,
         seed=job.recovery.seed % 2**32,  # numpy's generator takes no other
@@ -245,8 +256,9 @@ def trainer_of(
         adam_beta1=_BETAS[0], adam_beta2=_BETAS[1], max_grad_norm=1.0, weight_decay=0.0,
         lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
         bf16=job.narrow, use_cpu=job.device.type == "cpu",
-        eval_strategy="steps", eval_steps=schedule.every, save_strategy="steps",
-        save_steps=schedule.every, save_total_limit=KEPT_STATES, load_best_model_at_end=True,
+        eval_strategy=kept, eval_steps=schedule.every, save_strategy=kept,
+        save_steps=schedule.every, save_total_limit=KEPT_STATES,
+        load_best_model_at_end=monitor is not None,
         metric_for_best_model="eval_loss", greater_is_better=False, prediction_loss_only=True,
         logging_steps=schedule.every, report_to="none", disable_tqdm=True,
         remove_unused_columns=False, label_names=[],
@@ -256,7 +268,7 @@ def trainer_of(
     return Distillation(
         teacher=teacher, cross_entropy=job.recovery.cross_entropy, out=job.out,
         model=job.student(), args=settings, train_dataset=examples[0], eval_dataset=examples[1],
-        callbacks=[monitor],
+        callbacks=[] if monitor is None else [monitor],
     )  # fmt: skip
 
 
