@@ -34,6 +34,7 @@ _WIDTHS = (
     ("experts", "expert channels", "per expert"),
     ("whole_experts", "experts", "per block"),
     ("kv_groups", "KV groups", "per block"),
+    ("query_heads", "query heads", "per block"),
 )
 """Names of widths in a report, and the words for them."""
 

@@ -91,7 +91,7 @@ tags: [coec, pruned]
 # {name}, {1 - after / before:.1%} of parameters removed
 
 Made from `{name}` by coec {__version__}: training-free
-structured pruning of MLP channels and KV groups, {_asked(report)}.
+structured pruning of MLP channels and {_units(report.recipe)}, {_asked(report)}.
 {notes}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -307,7 +307,12 @@ def _share(recipe: Mapping[str, Any]) -> str:
     rounded = "" if multiple == "1" else f" (channels rounded up, multiple_of = {multiple})"
     if differing == [None, None]:
         return f"{every:.4g} of each{rounded}{shared}"
-    return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of groups{shared}"
+    return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of {_units(recipe)}{shared}"
+
+
+def _units(recipe: Mapping[str, Any]) -> str:
+    """Return what attention loses, in words."""
+    return "query heads" if recipe.get("attention_units") == "heads" else "KV groups"
 
 
 def _of_what(width: str) -> str:
