@@ -50,6 +50,7 @@ class Dense(Description):
     Attributes:
         name: the model, as the user gave it.
         files: tensor name → file name in the folder.
+        stored: tensor name → its name in that file.
         stamps: size and time of every file when it was opened.
         dtype: dtype of the weights; the narrowest that holds all if they are mixed.
         notes: unusual facts about the model, one sentence each.
@@ -60,6 +61,7 @@ class Dense(Description):
     name: str
     folder: Path
     files: dict[str, str]
+    stored: dict[str, str]
     stamps: dict[str, tuple[int, int]]
     dtype: torch.dtype
     notes: tuple[str, ...]
@@ -104,9 +106,15 @@ class Dense(Description):
         # Read here only so that a bad one is refused before work.
         _generation_config(folder)
         files = {name: headers[name].file for name in described.shapes}
+        stored = {name: headers[name].stored for name in described.shapes}
+        if wrapped := [whole for name, whole in stored.items() if whole != name]:
+            notes.append(
+                f"the names of {len(wrapped)} tensors have what a wrapper puts before them "
+                f"({wrapped[0]}): it is taken off"
+            )
         stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
         return cls(**vars(described), name=str(model), folder=folder.absolute(), files=files,
-                   stamps=stamps, dtype=dtype, notes=tuple(notes))  # fmt: skip
+                   stored=stored, stamps=stamps, dtype=dtype, notes=tuple(notes))  # fmt: skip
 
     def tensor(self, name: str) -> Tensor:
         """Read a finite tensor, on the CPU in its stored dtype; raises ModelError for any other."""
@@ -259,7 +267,7 @@ class Dense(Description):
             # Compared once it is open: a file that took its place before that has another stamp.
             if _stamp(path) != self.stamps[file]:
                 raise ModelError(f"'{path}' was changed while it was in use: run again")
-            return {name: content.get_tensor(name) for name in names}
+            return {name: content.get_tensor(self.stored[name]) for name in names}
 
 
 def _generation_config(folder: Path) -> GenerationConfig | None:

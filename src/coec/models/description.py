@@ -250,7 +250,8 @@ def has_separate_head(folder: Path, headers: Mapping[str, Header]) -> bool:
     if HEAD not in headers or _EMBEDDING not in headers:
         return False
     head, embedding = (
-        read_tensor(folder / headers[name].file, name) for name in (HEAD, _EMBEDDING)
+        read_tensor(folder / headers[name].file, headers[name].stored)
+        for name in (HEAD, _EMBEDDING)
     )
     if head.shape != embedding.shape:
         return True

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,14 +38,10 @@ _MERGE = (
     "merge it first (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(FOLDER)), "
     "and give that folder"
 )
-_WRAPPED = {
-    "base_model.model.": f"as PEFT saves a model that it still wraps: {_MERGE}",
-    "_orig_mod.": "as torch.compile names them: save what it wraps "
-    "(model._orig_mod.save_pretrained(FOLDER)), and give that folder",
-    "module.": "as a parallel wrapper names them: save what it wraps "
-    "(model.module.save_pretrained(FOLDER)), and give that folder",
-}
-"""Prefixes of the names in a model that something wraps, and what is to be done."""
+_ADAPTED = "base_model.model."
+"""Prefix of the names in a model that PEFT still wraps."""
+_WRAPPED = re.compile(r"(_orig_mod\.|module\.)+")
+"""What torch.compile and parallel wrappers put before the names in a model."""
 
 
 def parse_json(path: Path, *, distinct: bool = False) -> Any:
@@ -184,40 +181,54 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Header:
-    """A tensor as its safetensors file declares it; the dtype by its name there."""
+    """A tensor as its safetensors file declares it; the dtype by its name there.
+
+    `stored` is the tensor's name there, with what a wrapper put before it.
+    """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
+    stored: str
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Read the header of every tensor, by name; raises ModelError where loaders would differ."""
+    """Read the header of every tensor, by its name without what wrappers put before it.
+
+    Raises ModelError where loaders would differ.
+    """
     # Every file of the index is opened once, and agrees with it.
     index = _index(folder)
     headers: dict[str, Header] = {}
     for file_name in sorted(set(index.values())) or [_WEIGHTS]:
         with opened(folder / file_name) as file:
-            for name in file.keys():
+            for whole in file.keys():
+                name = _unwrapped(whole)
                 if name in headers:
                     raise ModelError(
                         f"{name} is in both '{headers[name].file}' and '{file_name}' of "
                         f"'{folder}': loaders differ in which they read"
                     )
-                for prefix, reason in _WRAPPED.items():
-                    if name.startswith(prefix):
-                        raise ModelError(
-                            f"tensors in '{folder / file_name}' are named {prefix}…, {reason}"
-                        )
-                stored = file.get_slice(name)
-                headers[name] = Header(file_name, stored.get_dtype(), tuple(stored.get_shape()))
-    for name, file_name in index.items():
+                if name.startswith(_ADAPTED):
+                    raise ModelError(
+                        f"tensors in '{folder / file_name}' are named {_ADAPTED}…, as PEFT saves a "
+                        f"model that it still wraps: {_MERGE}"
+                    )
+                stored = file.get_slice(whole)
+                shape = tuple(stored.get_shape())
+                headers[name] = Header(file_name, stored.get_dtype(), shape, whole)
+    for whole, file_name in index.items():
+        name = _unwrapped(whole)
         if name in headers and headers[name].file != file_name:
             raise ModelError(
                 f"'{folder / INDEX}' is damaged: {name} is in '{headers[name].file}', "
                 f"not in '{file_name}'"
             )
     return headers
+
+
+def _unwrapped(name: str) -> str:
+    return _WRAPPED.sub("", name, count=1) if _WRAPPED.match(name) else name
 
 
 def _index(folder: Path) -> dict[str, str]:

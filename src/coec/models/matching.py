@@ -65,7 +65,8 @@ class RawCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor, on the CPU in its stored dtype."""
-        return read_tensor(self.folder / self.headers[name].file, name)
+        header = self.headers[name]
+        return read_tensor(self.folder / header.file, header.stored)
 
     @cached_property
     def digest(self) -> str:
