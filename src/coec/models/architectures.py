@@ -280,25 +280,6 @@ ARCHITECTURES = _architectures()
 ATTENTION, MLP = ARCHITECTURES["llama"].blocks.sites
 
 
-def _check_text_alone(config: JsonDict) -> None:
-    modalities = [key for key in ("vision_config", "audio_config") if key in config]
-    text = config.get("text_config")
-    if not modalities or not isinstance(text, dict):
-        return
-    text_type = text.get("model_type")
-    advice = (
-        f"save its {text_type} as a checkpoint of its own (…ForCausalLM), and prune that"
-        if text_type in ARCHITECTURES
-        else f"its language model '{text_type!s:.80}' is not supported either "
-        f"(supported: {', '.join(ARCHITECTURES)})"
-    )
-    names = config.get("architectures") or [config.get("model_type")]
-    raise ModelError(
-        f"this is a multimodal model ({names[0]!s:.80}, with {' and '.join(modalities)}), and "
-        f"pruning is of language models alone: {advice}"
-    )
-
-
 def architecture_of(config: JsonDict) -> Architecture:
     """Look up the architecture of a raw configuration; raises ModelError for any other model."""
     # Float weights, of a language model alone, that has its head, and whose type is listed
@@ -312,7 +293,6 @@ def architecture_of(config: JsonDict) -> Architecture:
             f"the weights are quantised ({method}): pruning needs float weights; "
             "use the original checkpoint, prune it, then quantise the result"
         )
-    _check_text_alone(config)
     classes = config.get("architectures") or ["ForCausalLM"]
     classes = classes if isinstance(classes, list) else [classes]
     if config.get("is_encoder_decoder") or not any(

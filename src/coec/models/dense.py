@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from coec.errors import ModelError, first_line
+from coec.models import multimodal
 from coec.models.description import (
     HEAD,
     LAYER,
@@ -27,8 +28,9 @@ from coec.models.description import (
     compute_buffers,
     drafts_of,
     has_separate_head,
+    language_model,
 )
-from coec.models.files import opened, parse_json, read_headers
+from coec.models.files import Header, opened, parse_json, read_headers
 from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
 from coec.models.surgery import stacked
@@ -51,6 +53,7 @@ class Dense(Description):
         name: the model, as the user gave it.
         files: tensor name → file name in the folder.
         stored: tensor name → its name in that file.
+        carried: tensors of a multimodal model around it, by name.
         stamps: size and time of every file when it was opened.
         dtype: dtype of the weights; the narrowest that holds all if they are mixed.
         notes: unusual facts about the model, one sentence each.
@@ -62,6 +65,7 @@ class Dense(Description):
     folder: Path
     files: dict[str, str]
     stored: dict[str, str]
+    carried: dict[str, Header]
     stamps: dict[str, tuple[int, int]]
     dtype: torch.dtype
     notes: tuple[str, ...]
@@ -81,6 +85,17 @@ class Dense(Description):
         config = read_config(folder)
         headers = read_headers(folder)
         notes: list[str] = []
+        carried: dict[str, Header] = {}
+        if around := multimodal.around(config, headers):
+            config = language_model(config)
+            inside = {around.alone(name): header for name, header in headers.items()}
+            carried = {name: h for name, h in headers.items() if around.alone(name) is None}
+            headers = {name: header for name, header in inside.items() if name is not None}
+            notes.append(
+                f"this is the language model inside {around.name}: its other {len(carried)} "
+                "tensors are carried over as they are; programs were tried with language models "
+                "alone"
+            )
         # Headers without those of draft layers → description → a head of its own, where the weights
         # have one → names, shapes and dtypes checked
         if drafts := drafts_of(headers, config):
@@ -113,12 +128,21 @@ class Dense(Description):
                 f"({wrapped[0]}): it is taken off"
             )
         stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
-        return cls(**vars(described), name=str(model), folder=folder.absolute(), files=files,
-                   stored=stored, stamps=stamps, dtype=dtype, notes=tuple(notes))  # fmt: skip
+        return cls(
+            **vars(described) | {"around": around}, name=str(model), folder=folder.absolute(),
+            files=files, stored=stored, carried=carried, stamps=stamps, dtype=dtype,
+            notes=tuple(notes),
+        )  # fmt: skip
 
     def tensor(self, name: str) -> Tensor:
         """Read a finite tensor, on the CPU in its stored dtype; raises ModelError for any other."""
         return self._noted(self.files[name], [name])[name]
+
+    def around_it(self, name: str) -> Tensor:
+        """Read a tensor of the multimodal model around it, as it is stored."""
+        with opened(self.folder / self.carried[name].file) as content:
+            tensor: Tensor = content.get_tensor(self.carried[name].stored)
+            return tensor
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """Read all tensors of a block, compared with what was expected; keys are full names."""

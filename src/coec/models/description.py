@@ -15,10 +15,12 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coec.errors import ModelError
+from coec.models import multimodal
 from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from coec.models.files import FLOAT_DTYPES, Header, JsonDict, read_tensor
 from coec.models.folder import CONFIG, find_model, read_config
 from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, read_size
+from coec.models.multimodal import Around
 from coec.models.non_uniform import class_of
 from coec.models.surgery import unstacked
 from coec.settings.parts import AttentionUnits
@@ -49,6 +51,7 @@ class Description:
         positions: the largest number of tokens that it can take.
         vocabulary: number of token ids.
         tied: true if the output head is the embedding.
+        around: the multimodal model that it is inside of, if it is.
     """
 
     config: JsonDict
@@ -59,10 +62,16 @@ class Description:
     positions: int
     vocabulary: int
     tied: bool
+    around: Around | None
 
     @staticmethod
     def of(config: JsonDict) -> "Description":
-        """Describe the model of a raw configuration; raises ModelError if it is unsupported."""
+        """Describe the model of a raw configuration; raises ModelError if it is unsupported.
+
+        Inside a multimodal model it is the language model.
+        """
+        if around := multimodal.around(config):
+            config = language_model(config)
         architecture, shape = architecture_of(config), Shape.of(config)
         for key in LIMITS:
             read_size(config, key, 1)  # the classes below have defaults of these sizes
@@ -91,6 +100,7 @@ class Description:
             positions=read_size(read, _POSITIONS),
             vocabulary=read_size(read, "vocab_size"),
             tied=tied,
+            around=around,
         )
 
     @staticmethod
@@ -117,6 +127,22 @@ class Description:
         model.config.dtype = dtype
         retyped: PreTrainedModel = model.to(dtype)
         return retyped
+
+
+def language_model(config: JsonDict) -> JsonDict:
+    """Return the configuration of the language model inside a multimodal one.
+
+    Raises ModelError where that is not supported.
+    """
+    text = multimodal.alone(config)
+    listed = ARCHITECTURES.get(str(text["model_type"]))
+    if listed is None:
+        names = config.get("architectures") or [config.get("model_type")]
+        raise ModelError(
+            f"this is a multimodal model ({names[0]!s:.80}) whose language model "
+            f"'{text['model_type']!s:.80}' is not supported; supported: {', '.join(ARCHITECTURES)}"
+        )
+    return {**text, "architectures": [listed.class_name]}
 
 
 def _stock(config: JsonDict) -> str:

@@ -27,7 +27,13 @@ _LICENCES = (
     "THIRD_PARTY*", "THIRD-PARTY*",
 )  # fmt: skip
 """Files that a licence may demand to pass on, in any case and with any suffix."""
-_CARRIED = (*_TOKENIZER, *_LICENCES, "generation_config.json")
+_PROCESSORS = (
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files that say how images and such become the inputs of a multimodal model."""
+_CARRIED = (*_TOKENIZER, *_LICENCES, *_PROCESSORS, "generation_config.json")
 """Patterns of the files that are copied unchanged from the dense model."""
 _DOWNLOADED = (
     "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", "README.md",

@@ -146,6 +146,7 @@ def choose_format(
     *,
     biased: frozenset[str] = frozenset(),
     target: str = "hf",
+    relabel: bool = True,
 ) -> OutputFormat:
     """Choose the first candidate format that expresses the pruned model.
 
@@ -154,6 +155,7 @@ def choose_format(
         biased: the sites whose consumer will have a bias, from the dense model or the compensation.
         target: the loader that has to load the checkpoint as it is, by its name in `TARGETS`;
             transformers always does.
+        relabel: whether another model type will do.
 
     Raises:
         OptionError: no stock format can hold the result, or none that the target loads.
@@ -162,7 +164,7 @@ def choose_format(
     # that the target loads; every refusal is kept for the error.
     loader = LOADERS[TARGETS[target]]
     refusals: list[str] = []
-    types = ARCHITECTURES[config["model_type"]].written_as
+    types = ARCHITECTURES[config["model_type"]].written_as if relabel else (config["model_type"],)
     all_sizes = _written_sizes(config, pruned)
     nas = target == "vllm" and not pruned.uniform
     judged = target != "hf" and not nas  # what the loader makes of Nemotron-NAS is known

@@ -8,7 +8,7 @@ killed.
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +22,15 @@ from coec.execution.journal import Journal
 from coec.execution.output import partial_of
 from coec.models import non_uniform
 from coec.models.dense import Dense
-from coec.models.files import INDEX, JsonDict, opened, read_tensors, write_json, write_tensors
+from coec.models.files import (
+    FLOAT_DTYPES,
+    INDEX,
+    JsonDict,
+    opened,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from coec.models.folder import CONFIG, carry_files
 from coec.models.layout import BlockLayout
 from coec.pipeline.solve import SolvedBlock
@@ -45,10 +53,16 @@ class Checkpoint:
         self._journal, self._dense, self.plan, self._dtype = journal, dense, run.plan, run.written
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
+        # Names in files → what the language model alone has; besides it, what is around it
+        stored = dense.around.stored if dense.around else str
+        self._names = {stored(name): name for name in self.plan.pruned_shapes}
         state = {
-            name: torch.empty(shape, dtype=self._dtype, device="meta")
-            for name, shape in self.plan.pruned_shapes.items()
+            whole: torch.empty(self.plan.pruned_shapes[name], dtype=self._dtype, device="meta")
+            for whole, name in self._names.items()
         }
+        for name, header in dense.carried.items():
+            dtype = FLOAT_DTYPES.get(header.dtype, torch.int64)
+            state[name] = torch.empty(header.shape, dtype=dtype, device="meta")
         self._split = split_torch_state_dict_into_shards(state, max_shard_size=MAX_SHARD)
 
     def __enter__(self) -> "Checkpoint":
@@ -86,10 +100,11 @@ class Checkpoint:
         if self._weights(block) in self._journal:
             return read_tensors(self._journal.path(self._weights(block)))
         tensors: dict[str, Tensor] = {}
-        for name, file_name in self._split.tensor_to_filename.items():
+        for whole, file_name in self._split.tensor_to_filename.items():
+            name = self._names.get(whole, "")
             if name.startswith(block.prefix):
                 with opened(self._journal.path(file_name)) as file:
-                    tensors[name] = file.get_tensor(name)
+                    tensors[name] = file.get_tensor(whole)
         return tensors
 
     @property
@@ -168,26 +183,27 @@ class Checkpoint:
             (folder / non_uniform.FILE).write_text(code, encoding="utf-8")
         carry_files(self._dense.folder, folder)
 
-    def _shard(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors of the result by name, from their blocks' files or from the dense model.
+    def _shard(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return tensors of the result by their names in files.
+
+        They are from their blocks' files, or from the dense model.
 
         Every file is opened once: a tensor holds a map of all of it.
         """
         # Tensors outside of blocks are the dense model's, but for a final norm that was fitted.
         changed = read_tensors(self._journal.path(_ENDING)) if self.ended else {}
         tensors: dict[str, Tensor] = {}
-        for block, group in itertools.groupby(sorted(names), self._block_of):
+        inside = {name: whole for whole in names if (name := self._names.get(whole))}
+        for block, group in itertools.groupby(sorted(inside), self._block_of):
             if block is None:
-                tensors |= {
-                    name: (changed[name] if name in changed else self._dense.tensor(name)).to(
-                        self._dtype
-                    )
-                    for name in group
-                }
+                for name in group:
+                    tensor = changed[name] if name in changed else self._dense.tensor(name)
+                    tensors[inside[name]] = tensor.to(self._dtype)
                 continue
             with opened(self._journal.path(self._weights(block))) as file:
-                tensors |= {name: file.get_tensor(name) for name in group}
-        return tensors
+                tensors |= {inside[name]: file.get_tensor(name) for name in group}
+        carried = [whole for whole in names if whole not in self._names]
+        return tensors | {whole: self._dense.around_it(whole) for whole in carried}
 
     def _block_of(self, name: str) -> BlockLayout | None:
         blocks = self._dense.layout.blocks
@@ -197,8 +213,8 @@ class Checkpoint:
         """Return whether every tensor of a block is in a shard that is on the disk."""
         files = {
             file
-            for name, file in self._split.tensor_to_filename.items()
-            if name.startswith(block.prefix)
+            for whole, file in self._split.tensor_to_filename.items()
+            if self._names.get(whole, "").startswith(block.prefix)
         }
         return all(file in self._journal for file in files)
 
@@ -213,6 +229,8 @@ class Checkpoint:
         config = dict(self.plan.output.config)
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self._dtype)
+        if around := self._dense.around:
+            return around.with_sizes(self._dense.config, config)
         return non_uniform.as_written(config)
 
 

@@ -139,9 +139,15 @@ class Plan:
             if site.bias in model.shapes
             or (recipe.method.adds_bias and (adds_everywhere or widths.removes_from(site)))
         )
-        output = choose_format(model.config, pruned, biased=biased, target=recipe.pruning.target)
+        around = model.around
+        output = choose_format(
+            model.config, pruned, biased=biased, target=recipe.pruning.target,
+            relabel=around is None,
+        )  # fmt: skip
         seq_len = resolve_seq_len(recipe.calibration.seq_len, model.positions, DEFAULT_SEQ_LEN)
         shapes = Description.of(output.config).shapes
+        if around is not None:
+            around.check(around.with_sizes(model.config, output.config), shapes)
         _check_divides(pruned, recipe.pruning.tensor_parallel)
         return cls(model, recipe, widths, pruned, output, shapes, seq_len)
 

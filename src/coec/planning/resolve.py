@@ -158,6 +158,11 @@ def _check_model(recipe: Recipe, model: Description) -> None:
             f"attention of {architecture.model_type} keeps all KV groups "
             f"({architecture.attention_kept}), got attention_sparsity = {sparsity:g}: leave it out"
         )
+    if model.around is not None and pruning.non_uniform:
+        raise OptionError(
+            f"non_uniform is not built for language models inside others ({model.around.name}): "
+            "leave it out"
+        )
     if pruning.attention_units == "heads":
         _check_heads(model)
     if architecture.blocks.experts and pruning.non_uniform:

@@ -165,6 +165,7 @@ def checked(dense: Dense, pruned: Dense, target: Path, recovery: Recovery, *, tr
         target: the folder to make, without links.
         trust: let the tokenizer run its own code.
     """
+    check_alone(dense)
     report = check_kinship(dense, pruned, trust=trust)
     seq_len = plan.window_length(dense, pruned, recovery)
     way = plan.check_plan(dense, pruned, recovery)
@@ -174,6 +175,14 @@ def checked(dense: Dense, pruned: Dense, target: Path, recovery: Recovery, *, tr
     job = Job(dense, pruned, report, recovery, seq_len, device, checkpointing, target, trust)
     check_text(dense, recovery, seq_len, trust=trust)
     return job
+
+
+def check_alone(dense: Dense) -> None:
+    """Raise OptionError for a language model inside another, which no training writes back."""
+    if dense.around is not None:
+        raise OptionError(
+            f"recover trains models of language alone, and '{dense.name}' is a {dense.around.name}"
+        )
 
 
 def check_kinship(dense: Dense, pruned: Dense, *, trust: bool) -> Report:

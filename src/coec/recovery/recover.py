@@ -23,7 +23,7 @@ from coec.pipeline.card import write_card
 from coec.pipeline.prune import begins_anew, plan, prune
 from coec.pipeline.report import Report
 from coec.planning.recipe import Recipe
-from coec.recovery.job import Job, check_text, checked, identity_of, settings_of
+from coec.recovery.job import Job, check_alone, check_text, checked, identity_of, settings_of
 from coec.recovery.plan import check_plan
 from coec.recovery.processes import Processes
 from coec.recovery.session import train
@@ -134,6 +134,7 @@ def prune_and_recover(
     # All that can be refused is refused before the pruning, the training's needs too.
     recipe = Recipe(**settings).opened()
     dense, target = Dense.open(model), resolved(path_of(out))
+    check_alone(dense)
     check_output(target, dense.folder, force=force or unfinished(target))
     recovery, trust = settings_of(settings_like(recipe, tokens)), recipe.runtime.trust_remote_code
     planned = plan(dense, recipe)

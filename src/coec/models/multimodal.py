@@ -1,0 +1,124 @@
+"""Language models inside multimodal ones: their configuration, and the names of their tensors.
+
+The language model is pruned as if it stood alone. Everything else is carried over as it is, and the
+configuration around it has its new sizes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+
+from coec.errors import OptionError
+from coec.models.files import JsonDict
+
+MODALITIES = ("vision_config", "audio_config")
+_TEXT = "text_config"
+_DTYPES = ("dtype", "torch_dtype")
+_ALONE = {"qwen2_5_vl_text": "qwen2"}
+"""Types of language models inside others, and those that compute the same over text alone."""
+_MULTIMODAL_ROPE = "mrope_section"
+"""Key of rotary settings with positions in time, height and width, which agree over text."""
+_NAMES = (("language_model.", ""), ("model.language_model.", "model."), ("", ""))
+"""What names of the language model's tensors begin with in a file, and when it stands alone."""
+_INSIDE = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+
+
+@dataclass(frozen=True)
+class Around:
+    """What is around a language model.
+
+    Attributes:
+        config: the whole configuration.
+        outer, inner: what the names of the language model's tensors begin with in files, and alone.
+    """
+
+    config: JsonDict
+    outer: str = ""
+    inner: str = ""
+
+    @property
+    def name(self) -> str:
+        """The class of the whole model."""
+        return str((self.config.get("architectures") or [self.config.get("model_type")])[0])
+
+    def alone(self, stored: str) -> str | None:
+        """Return the name of a stored tensor when the language model stands alone; None outside."""
+        name = self.inner + stored.removeprefix(self.outer)
+        inside = stored.startswith(self.outer) and name.startswith(_INSIDE)
+        return name if inside else (stored if stored.startswith("lm_head.") else None)
+
+    def stored(self, name: str) -> str:
+        """Return the name in files of a tensor of the language model."""
+        if self.outer != "language_model." and name.startswith("lm_head."):
+            return name
+        return self.outer + name.removeprefix(self.inner)
+
+    def with_sizes(self, before: JsonDict, after: JsonDict) -> JsonDict:
+        """Return the whole configuration, with what pruning changed of the language model's."""
+        changed = {
+            key: value
+            for key, value in after.items()
+            if key not in ("architectures", "model_type") and before.get(key) != value
+        }
+        dtypes = {key: changed[key] for key in _DTYPES if key in changed and key in self.config}
+        return {**self.config, **dtypes, _TEXT: {**self.config[_TEXT], **changed}}
+
+    def check(self, config: JsonDict, shapes: dict[str, torch.Size]) -> None:
+        """Raise OptionError unless the whole model's class builds the language model so."""
+        try:
+            kind = getattr(transformers, self.name)
+            with torch.device("meta"):
+                model = kind._from_config(AutoConfig.for_model(**config))
+        except Exception as error:  # configuration classes may raise anything
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+            raise self._refusal(reason) from error
+        # In memory the parts have other names than in files: compared by what follows the block.
+        built = {name.rpartition("layers.")[2]: p.shape for name, p in model.named_parameters()
+                 if "language_model" in name and "layers." in name}  # fmt: skip
+        for name, shape in shapes.items():
+            if "layers." in name and (found := built.get(name.rpartition("layers.")[2])) != shape:
+                had = "none" if found is None else tuple(found)
+                raise self._refusal(f"{name} is {tuple(shape)}, and {had} there")
+
+    def _refusal(self, reason: str) -> OptionError:
+        return OptionError(
+            f"{self.name} cannot hold a language model of these sizes ({reason}): set "
+            "attention_sparsity = 0, or a compensation without a bias"
+        )
+
+
+def around(config: JsonDict, stored: Any = ()) -> Around | None:
+    """Return what is around the language model of a configuration; None where it stands alone.
+
+    Args:
+        config: the whole configuration.
+        stored: names of the tensors in files, which tell how they begin.
+    """
+    text = config.get(_TEXT)
+    if not isinstance(text, dict) or not any(key in config for key in MODALITIES):
+        return None
+    for outer, inner in _NAMES:
+        if any(
+            name.startswith(f"{outer}{'model.' if not inner else ''}layers.") for name in stored
+        ):
+            return Around(config, outer, inner)
+    return Around(config)
+
+
+def alone(config: JsonDict) -> JsonDict:
+    """Return the configuration of the language model, as if it stood alone."""
+    text = dict(config[_TEXT])
+    text["model_type"] = _ALONE.get(str(text.get("model_type")), text.get("model_type"))
+    text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    for key in _DTYPES:
+        if key in config:
+            text.setdefault(key, config[key])
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := text.get(key), dict) and _MULTIMODAL_ROPE in rope:
+            plain = {k: v for k, v in rope.items() if k != _MULTIMODAL_ROPE}
+            kind = {"rope_type": "default"} if key == "rope_parameters" else None
+            text[key] = None if kind is None else plain | kind
+    return text

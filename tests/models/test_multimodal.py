@@ -1,0 +1,185 @@
+"""Language models inside LLaVA, Gemma 3 and Qwen2.5-VL: pruned in place, the rest as it was."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import coec
+import tiny_models as tm
+from coec.errors import ModelError, OptionError
+from coec.models.dense import Dense
+from coec.pipeline import write
+from coec.types import KeptSet
+
+pytestmark = pytest.mark.unchecked  # whole models
+
+IMAGE = 299
+"""The token id that stands for a part of an image."""
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 300, "max_position_embeddings": 128,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 16,
+}  # fmt: skip
+SETTINGS = {"preset": "paper", "sparsity": 0.5, "samples": 24, "seq_len": 32}
+KINDS = ("llava", "gemma3", "qwen2_5_vl")
+
+
+def config(kind):
+    """A tiny configuration of a kind."""
+    t = transformers
+    if kind == "llava":
+        return t.LlavaConfig(
+            vision_config=t.CLIPVisionConfig(**VISION, patch_size=8),
+            text_config=t.LlamaConfig(**SIZES, head_dim=4), image_token_index=IMAGE,
+        )  # fmt: skip
+    if kind == "gemma3":
+        return t.Gemma3Config(
+            text_config=t.Gemma3TextConfig(**SIZES, head_dim=4, sliding_window=64),
+            vision_config=t.SiglipVisionConfig(**VISION, patch_size=4), mm_tokens_per_image=4,
+            image_token_index=IMAGE, boi_token_index=297, eoi_token_index=298,
+        )  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "depth": 2, "num_heads": 2,
+              "patch_size": 4, "out_hidden_size": 32, "spatial_merge_size": 2}  # fmt: skip
+    return t.Qwen2_5_VLConfig(
+        text_config=SIZES | {"rope_parameters": rope}, vision_config=vision,
+        image_token_id=IMAGE, vision_start_token_id=298, video_token_id=297,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Every kind on disk."""
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("these classes were tried with transformers 5")
+    root, folders = tmp_path_factory.mktemp("multimodal"), {}
+    for kind in KINDS:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForImageTextToText.from_config(config(kind))
+        model.save_pretrained(root / kind)
+        (root / kind / "preprocessor_config.json").write_text('{"size": 16}')
+        folders[kind] = root / kind
+    return folders
+
+
+def load(folder):
+    model, said = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float64, output_loading_info=True
+    )
+    assert not any(said.values())
+    return model.eval()
+
+
+def logits(model):
+    """Of a text with an image in it."""
+    torch.manual_seed(1)
+    kind = model.config.model_type
+    ids = torch.tensor([[5, 6, 298, IMAGE, IMAGE, IMAGE, IMAGE, 8, 9]])
+    more = {"pixel_values": torch.randn(1, 3, 16, 16, dtype=torch.float64)}
+    if kind == "qwen2_5_vl":
+        more["pixel_values"] = torch.randn(16, 3 * 2 * 4 * 4, dtype=torch.float64)
+        more["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+    if kind == "gemma3":
+        more["token_type_ids"] = (ids == IMAGE).long()
+    with torch.no_grad():
+        return model(input_ids=ids, **more).logits
+
+
+def masked(folder, out):
+    """The dense model with the columns of removed units at 0."""
+    model, kept = load(folder), load_file(out / "coec/kept.safetensors")
+    units = json.loads((out / "coec.json").read_text())["recipe"]["attention_units"]
+    with torch.no_grad():
+        for site in Dense.open(folder).counted_in(units).layout.sites:
+            name = site.weight.removeprefix("model.")
+            columns = site.kept_columns(KeptSet(kept[site.key], site.units)).dropped()
+            model.model.language_model.get_parameter(name)[:, columns] = 0
+    return model
+
+
+CASES = [
+    ("llava", {}), ("gemma3", {}), ("qwen2_5_vl", {"attention_sparsity": 0}),
+    ("llava", {"attention_units": "heads"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "changes"), CASES)
+def test_removing_is_masking_with_an_image_too(kind, changes, models, tokens, tmp_path):
+    out = tmp_path / "out"
+    settings = SETTINGS | {"compensation": "none", "calibration": tokens} | changes
+    report = coec.prune(models[kind], out, **settings)
+    torch.testing.assert_close(
+        logits(load(out)), logits(masked(models[kind], out)), rtol=0, atol=1e-12
+    )
+    assert "is the language model inside" in report.plan["notes"][0]
+    before, after = (load_file(folder / "model.safetensors") for folder in (models[kind], out))
+    outside = Dense.open(models[kind]).carried
+    assert outside
+    assert all(torch.equal(before[name], after[name]) for name in outside)
+    assert before.keys() == after.keys()
+    assert (out / "preprocessor_config.json").read_text() == '{"size": 16}'
+
+
+@pytest.mark.parametrize("preset", ["fast", "balanced"])
+def test_repairs_and_shards(preset, models, tokens, tmp_path, monkeypatch):
+    settings = {**SETTINGS, "preset": preset, "calibration": tokens, "dtype": "float32"}
+    settings |= {"reconstruct": 1} if preset == "balanced" else {}
+    coec.prune(models["llava"], tmp_path / "one", **settings)
+    monkeypatch.setattr(write, "MAX_SHARD", 20_000)
+    coec.prune(models["llava"], tmp_path / "several", **settings)
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 1
+    one, several = (load(tmp_path / name) for name in ("one", "several"))
+    assert torch.equal(logits(one), logits(several))
+    # Over text the whole model is what is measured.
+    own = Dense.open(tmp_path / "one").network(torch.device("cpu"), torch.float64)
+    ids = torch.arange(5, 40)[None]
+    torch.testing.assert_close(tm.logits(one, ids), tm.logits(own, ids))
+    found = coec.perplexity(tmp_path / "one", tokens, baseline=models["llava"], seq_len=32)
+    assert 0 < found.kl < 1
+
+
+def test_names_of_other_releases_are_read_and_kept(models, tokens, tmp_path):
+    settings = {**SETTINGS, "preset": "fast", "calibration": tokens}
+    coec.prune(models["llava"], tmp_path / "out", **settings)
+    copy = shutil.copytree(models["llava"], tmp_path / "copy")
+    tm.edit_weights(copy, lambda weights: {renamed(name): w for name, w in weights.items()})
+    coec.prune(copy, tmp_path / "other", **settings)
+    assert torch.equal(logits(load(tmp_path / "out")), logits(load(tmp_path / "other")))
+    names = load_file(tmp_path / "other/model.safetensors").keys()
+    assert {"lm_head.weight", "model.language_model.norm.weight"} <= names
+
+
+def renamed(name):
+    name = name.replace("language_model.model.", "model.language_model.")
+    return name.replace("language_model.lm_head", "lm_head")
+
+
+def test_a_plan_needs_the_configuration_alone(models, tokens):
+    plan = coec.plan(models["gemma3"] / "config.json", sparsity=0.5, calibration=tokens)
+    assert (plan.pruned.ffn, plan.pruned.kv_heads) == (20, 2)
+    assert plan.output.model_type == "gemma3_text"
+
+
+def test_what_cannot_be_is_refused(models, tokens, tmp_path):
+    settings = SETTINGS | {"calibration": tokens}
+    with pytest.raises(OptionError, match="VL.* cannot hold a language model .* set attention_sp"):
+        coec.prune(models["qwen2_5_vl"], tmp_path / "out", **settings)
+    with pytest.raises(OptionError, match="non_uniform is not built .* inside others"):
+        coec.prune(models["llava"], tmp_path / "out", **settings, non_uniform=True)
+    coec.prune(models["llava"], tmp_path / "out", **settings)
+    with pytest.raises(OptionError, match="trains models of language alone, and .* is a Llava"):
+        coec.recover(models["llava"], tmp_path / "out", tmp_path / "trained", text=tokens)
+    copy = shutil.copytree(models["llava"], tmp_path / "copy")
+    said = json.loads((copy / "config.json").read_text())
+    said["text_config"]["model_type"] = "mamba"
+    (copy / "config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match=r"\(Llava.*\) whose language model 'mamba' is not supp"):
+        coec.prune(copy, tmp_path / "none", **settings)
+    assert not (tmp_path / "none").exists()
