@@ -185,7 +185,7 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 def test_a_record_lists_what_determines_the_result():
     assert Recipe(device="cpu", trust_remote_code=True).record().keys() == {
         "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
-        "budget_memory", "context",
+        "budget_memory", "context", "drop_blocks",
         "expert_sparsity", "attention_units", "multiple_of", "tensor_parallel", "allocation",
         "non_uniform", "selection", "kept",
         "compensation", "options", "propagate", "reconstruct", "reconstruct_rate",

@@ -35,7 +35,8 @@ def uniform(layout: Layout, pruning: Pruning, named_units: KeptUnits | None = No
         named_count = None if named_units is None else named_units.units.get(site.key)
         kept[site.block, site.name] = count if named_count is None else len(named_count)
     widths = Widths(kept, _expert_count(layout, pruning))
-    if widths.experts is None and not any(widths.removes_from(site) for site in layout.sites):
+    removes = any(widths.removes_from(site) for site in layout.sites) or pruning.drop_blocks
+    if widths.experts is None and not removes:
         raise _nothing_goes(layout, pruning, named_units)
     return widths
 

@@ -242,6 +242,9 @@ def _sizes(
     from coec.pipeline.card import counted
 
     # Sizes → what held-out windows may choose instead → format → who loads it
+    if plan.dropped:
+        layers = plan.dense.layers
+        yield f"blocks: {layers} → {layers - len(plan.dropped)}, chosen by what they do on the text"
     rows = [
         (f"{name.replace('_', ' ')} × {plan.dense.layers} blocks",
          counted(width["before"]), counted(width["after"]))
@@ -342,6 +345,10 @@ def _lines(report: "Report") -> Iterator[str]:
     for name, label, unit in _WIDTHS:
         if width := widths.get(name):
             yield f"{label:<16} {counted(width['before'])} → {counted(width['after'])} {unit}"
+    if dropped := plan["dropped_blocks"]:
+        left_out = ", ".join(map(str, dropped))
+        layers = plan["layers"]
+        yield f"{'blocks':<16} {layers} → {layers - len(dropped)} (left out: {left_out})"
     yield from plan["notes"]
     for site in report.kinds:
         before, after = report.mean_errors(site)

@@ -16,6 +16,7 @@ from coec.evaluation.pair import ModelPair, check_dtype
 from coec.evaluation.settings import Workload
 from coec.events import Progress
 from coec.models.dense import Dense
+from coec.models.depth import without_blocks
 from coec.models.description import Description
 from coec.models.files import JsonDict
 from coec.planning import Plan
@@ -83,7 +84,8 @@ def efficiency(
     before = Description.read(model)
     if pruned is None:
         recipe = Recipe(preset="paper", sparsity=0.3 if sparsity is None else sparsity)
-        after = Description.of(Plan.of(before, recipe).output.config)
+        plan = Plan.of(before, recipe)
+        after = Description.of(without_blocks(plan.output.config, plan.dropped))
     else:
         after = Description.read(pruned)
     return Efficiency(_cost(before, dtype), _cost(after, dtype))

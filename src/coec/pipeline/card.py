@@ -91,7 +91,7 @@ tags: [coec, pruned]
 # {name}, {1 - after / before:.1%} of parameters removed
 
 Made from `{name}` by coec {__version__}: training-free
-structured pruning of MLP channels and {_units(report.recipe)}, {_asked(report)}.
+structured pruning of MLP channels and {_units(report.recipe)}{_depth(plan)}, {_asked(report)}.
 {notes}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -308,6 +308,12 @@ def _share(recipe: Mapping[str, Any]) -> str:
     if differing == [None, None]:
         return f"{every:.4g} of each{rounded}{shared}"
     return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of {_units(recipe)}{shared}"
+
+
+def _depth(plan: Mapping[str, Any]) -> str:
+    """Return how many whole blocks are left out, in words; "" for none."""
+    dropped = plan.get("dropped_blocks")
+    return f", and of {len(dropped)} of {plan['layers']} blocks" if dropped else ""
 
 
 def _units(recipe: Mapping[str, Any]) -> str:

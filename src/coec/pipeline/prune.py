@@ -23,6 +23,7 @@ from coec.models.files import JsonDict
 from coec.models.folder import carried_files
 from coec.pipeline.allocate import check_leader, measure_importances
 from coec.pipeline.card import origin, write_card
+from coec.pipeline.depth import dispensable_blocks
 from coec.pipeline.reconstruct import reconstruct
 from coec.pipeline.report import Report
 from coec.pipeline.solve import solve_block
@@ -34,6 +35,9 @@ from coec.planning.run import Run
 from coec.settings.typed import PruningSettings
 from coec.streaming.passes import BlockSource, SavedPass, expect_unchanged
 from coec.streaming.statistics import Statistics
+
+_DROPPED = "dropped blocks"
+"""The note that says which blocks are left out."""
 
 
 def plan(
@@ -153,6 +157,16 @@ def _pruned(
     if not run.plan.decided:
         run = run.allocated(measure_importances(pieces, dense, source, run, progress))
         seconds.lap("allocating")
+    if count := run.recipe.pruning.drop_blocks:
+        if _DROPPED not in pieces:
+            windows, _ = source.windows_of_text()
+            chosen = dispensable_blocks(
+                dense, windows, count, device=run.device, dtype=run.forward, progress=progress
+            )
+            made_of = dense.digests_of(dense.layout.blocks)
+            pieces.note(_DROPPED, blocks=chosen, made_of=made_of)
+        run = run.without(tuple(pieces.facts(_DROPPED)["blocks"]))
+        seconds.lap("choosing blocks")
     facts: JsonDict = {}
     if run.recipe.reconstruction.sequential:
         checkpoint, facts = reconstruct(pieces, dense, run, source, progress)

@@ -117,7 +117,7 @@ def reconstruct(
     run = run.choosing(chosen)
     checkpoint = Checkpoint(journal, dense, run)
     checkpoint.say_resumed(progress)
-    if not checkpoint.ended or len(checkpoint.solved) < len(dense.layout.blocks):
+    if not (checkpoint.ended and checkpoint.complete):
 
         def finished(index: int) -> Mapping[str, Tensor]:
             return checkpoint.tensors(dense.layout.blocks[index])
@@ -173,7 +173,10 @@ class BlockReconstruction:
         blocks = self._dense.layout.blocks
         tried = tried_blocks(len(blocks)) if few else range(len(blocks))
         for block in blocks:
-            if block.index not in tried:
+            if block.index in self._run.plan.dropped:
+                skip = functools.partial(self._group.do, TwoStreams.advance, block.index, {})
+                self._before(block.index, finished, skip)
+            elif block.index not in tried:
                 skip = functools.partial(self._group.do, TwoStreams.advance, block.index, None)
                 self._before(block.index, finished, skip)
             elif block.index not in solved:

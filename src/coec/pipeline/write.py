@@ -22,6 +22,7 @@ from coec.execution.journal import Journal
 from coec.execution.output import partial_of
 from coec.models import non_uniform
 from coec.models.dense import Dense
+from coec.models.depth import renumbered, without_blocks
 from coec.models.files import (
     FLOAT_DTYPES,
     INDEX,
@@ -55,7 +56,11 @@ class Checkpoint:
         self._writing: Future[None] | None = None
         # Names in files → what the language model alone has; besides it, what is around it
         stored = dense.around.stored if dense.around else str
-        self._names = {stored(name): name for name in self.plan.pruned_shapes}
+        self._names = {
+            stored(written): name
+            for name in self.plan.pruned_shapes
+            if (written := renumbered(name, run.plan.dropped)) is not None
+        }
         state = {
             whole: torch.empty(self.plan.pruned_shapes[name], dtype=self._dtype, device="meta")
             for whole, name in self._names.items()
@@ -84,19 +89,32 @@ class Checkpoint:
         """Indices of the blocks that are solved already."""
         return {
             block.index
-            for block in self._dense.layout.blocks
+            for block in self._blocks
             if self._units(block) in self._journal
             and (self._weights(block) in self._journal or self._written(block))
         }
 
+    @property
+    def complete(self) -> bool:
+        """True once every block that stays is solved."""
+        return len(self.solved) == len(self._blocks)
+
+    @property
+    def _blocks(self) -> list[BlockLayout]:
+        """The blocks that stay."""
+        dropped = self.plan.dropped
+        return [block for block in self._dense.layout.blocks if block.index not in dropped]
+
     def say_resumed(self, progress: Progress | None) -> None:
         """Report how many blocks an earlier run has solved, where this one goes on from it."""
         if progress and self._journal.resumed:
-            progress(f"{RESUMING} blocks", len(self.solved), len(self._dense.layout.blocks))
+            progress(f"{RESUMING} blocks", len(self.solved), len(self._blocks))
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """Return the written tensors of a solved block, wherever they are by now."""
         self._settle()
+        if block.index in self.plan.dropped:
+            return {}
         if self._weights(block) in self._journal:
             return read_tensors(self._journal.path(self._weights(block)))
         tensors: dict[str, Tensor] = {}
@@ -151,7 +169,7 @@ class Checkpoint:
         """The report's row of every site, in the order of the blocks."""
         return [
             row
-            for block in self._dense.layout.blocks
+            for block in self._blocks
             for row in self._journal.facts(self._units(block))["sites"]
         ]
 
@@ -167,7 +185,7 @@ class Checkpoint:
                     folder / file_name,
                     functools.partial(write_tensors, shard, metadata={"format": "pt"}),
                 )
-            for block in self._dense.layout.blocks:
+            for block in self._blocks:
                 if self._weights(block) in self._journal and self._written(block):
                     self._journal.remove(self._weights(block))
         if self._split.is_sharded:
@@ -175,7 +193,7 @@ class Checkpoint:
             write_json(folder / INDEX, {"metadata": self._split.metadata, "weight_map": weight_map})
         (folder / KEPT).parent.mkdir(exist_ok=True)
         kept: dict[str, Tensor] = {}
-        for block in self._dense.layout.blocks:
+        for block in self._blocks:
             kept |= read_tensors(self._journal.path(self._units(block)))
         write_tensors(kept, folder / KEPT, {"format": "pt"})
         write_json(folder / CONFIG, self._config())
@@ -226,7 +244,7 @@ class Checkpoint:
 
     def _config(self) -> JsonDict:
         """Return the configuration with the dtype written."""
-        config = dict(self.plan.output.config)
+        config = dict(without_blocks(self.plan.output.config, self.plan.dropped))
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self._dtype)
         if around := self._dense.around:

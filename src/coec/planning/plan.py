@@ -10,7 +10,8 @@ from coec.allocation.uniform import shares_for, uniform, whole_attention
 from coec.allocation.widths import Rounding, Widths
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.errors import OptionError
-from coec.models.description import Description
+from coec.models.depth import renumbered
+from coec.models.description import LAYER, Description
 from coec.models.formats import OutputFormat, choose_format
 from coec.models.layout import QUANTISED_COLUMNS, Layout, Shape, Site
 from coec.models.non_uniform import FILE as CODE
@@ -45,6 +46,8 @@ class Plan:
         remarks: why other plans cannot be made.
         decided: False where the widths wait for statistics; until then they are uniform ones with
             the same number of parameters.
+        dropped: blocks that are left out; until they are chosen, as many of the last but one.
+            `output` and `pruned_shapes` still have all blocks.
     """
 
     model: Description
@@ -56,6 +59,7 @@ class Plan:
     seq_len: int
     remarks: tuple[str, ...] = ()
     decided: bool = True
+    dropped: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: Description, recipe: Recipe, statistics: Statistics | None = None) -> "Plan":
@@ -117,10 +121,11 @@ class Plan:
             else:
                 widths = uniform(model.layout, pruning, kept)
             plan = replace(cls._of(model, recipe, widths, listed=later), decided=not later)
-            if budget is None or plan.parameters_after <= budget:
+            every = sum(shape.numel() for shape in plan.pruned_shapes.values())
+            if budget is None or every <= budget:
                 return plan
             # The format adds parameters, such as biases of a compensation: remove as many more.
-            removed += plan.parameters_after - (model.parameters - removed)
+            removed += every - (model.parameters - removed)
 
     @classmethod
     def _of(
@@ -149,7 +154,9 @@ class Plan:
         if around is not None:
             around.check(around.with_sizes(model.config, output.config), shapes)
         _check_divides(pruned, recipe.pruning.tensor_parallel)
-        return cls(model, recipe, widths, pruned, output, shapes, seq_len)
+        last = model.shape.layers - 1
+        dropped = tuple(range(last - recipe.pruning.drop_blocks, last))
+        return cls(model, recipe, widths, pruned, output, shapes, seq_len, dropped=dropped)
 
     def allocated(self, importances: Importances) -> "Plan":
         """Decide the widths by importances, with at most as many parameters as this plan has.
@@ -192,7 +199,8 @@ class Plan:
         budget = _parameter_budget(self.model, self.recipe.pruning)
         removed = self.widths.removed(self.model.layout, self.model.shapes)
         # A format that adds biases or such takes what is left itself.
-        if budget is None or self.parameters_after != self.parameters_before - removed:
+        unlike = self.parameters_after != self.parameters_before - removed
+        if budget is None or unlike or self.dropped:
             return 0
         return budget - self.parameters_after
 
@@ -222,7 +230,11 @@ class Plan:
     @property
     def parameters_after(self) -> int:
         """Parameters of the pruned model, tied ones once."""
-        return sum(shape.numel() for shape in self.pruned_shapes.values())
+        return sum(
+            shape.numel()
+            for name, shape in self.pruned_shapes.items()
+            if renumbered(name, self.dropped) is not None
+        )
 
     @property
     def tokens(self) -> int:
@@ -250,6 +262,7 @@ class Plan:
                 "gpus_int4": self.pruned.gpus(columns=QUANTISED_COLUMNS),
             },
             "layers": self.dense.layers,
+            "dropped_blocks": list(self.dropped),
             "widths": {
                 name: {"before": _by_block(self.dense, size), "after": _by_block(self.pruned, size)}
                 for name, size in self._size_names().items()
@@ -313,7 +326,18 @@ def _parameter_budget(model: Description, pruning: Pruning) -> int | None:
             f"budget_parameters = {budget:,} is no less than the model's {before:,}: nothing would "
             "go; allow fewer"
         )
-    return budget
+    if not pruning.drop_blocks:
+        return budget
+    # As if no block were left out, and every block had its share of what those that stay may have
+    inside = sum(s.numel() for name, s in model.shapes.items() if LAYER.match(name))
+    outside, layers = before - inside, model.shape.layers
+    every = outside + (budget - outside) * layers // (layers - pruning.drop_blocks)
+    if every >= before:
+        raise OptionError(
+            f"drop_blocks = {pruning.drop_blocks} alone leaves fewer parameters than "
+            f"budget_parameters = {budget:,}: leave out one of the two"
+        )
+    return every
 
 
 def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: Shape) -> None:

@@ -163,6 +163,8 @@ def _check_model(recipe: Recipe, model: Description) -> None:
             f"non_uniform is not built for language models inside others ({model.around.name}): "
             "leave it out"
         )
+    if pruning.drop_blocks:
+        _check_depth(recipe, model)
     if pruning.attention_units == "heads":
         _check_heads(model)
     if architecture.blocks.experts and pruning.non_uniform:
@@ -206,6 +208,28 @@ def _with_parameters(pruning: Pruning, model: Description) -> Pruning:
             "allow more, or fewer tokens"
         )
     return replace(pruning, budget_memory=None, budget_parameters=left)
+
+
+def _check_depth(recipe: Recipe, model: Description) -> None:
+    """Raise OptionError where whole blocks cannot be left out."""
+    count, layers = recipe.pruning.drop_blocks, model.shape.layers
+    if count > layers - 2:
+        raise OptionError(
+            f"drop_blocks = {count} leaves no block between the first and the last, which stay: "
+            f"this model has {layers} blocks, drop at most {layers - 2}"
+        )
+    if not recipe.reconstruction.sequential:
+        raise OptionError(
+            "drop_blocks needs blocks that are solved on the states of the pruned model: set "
+            "propagate or reconstruct, or another preset than paper"
+        )
+    for what, holds in (
+        ("non_uniform", recipe.pruning.non_uniform),
+        (f"experts ({model.architecture.model_type})", model.architecture.blocks.experts),
+        ("a model of text and images", model.around),
+    ):
+        if holds:
+            raise OptionError(f"drop_blocks is not built for {what}: leave one of them out")
 
 
 def _check_heads(model: Description) -> None:

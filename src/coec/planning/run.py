@@ -89,6 +89,11 @@ class Run:
         plans = {name: plan.allocated(importances) for name, plan in self.candidates.items()}
         return replace(self, candidates=plans)
 
+    def without(self, blocks: tuple[int, ...]) -> "Run":
+        """Return the run that leaves these blocks out."""
+        plans = {name: replace(plan, dropped=blocks) for name, plan in self.candidates.items()}
+        return replace(self, candidates=plans)
+
     def choosing(self, name: str) -> "Run":
         """Return the run with one of its candidates alone."""
         return replace(self, candidates={name: self.candidates[name]})

@@ -26,8 +26,8 @@ SolveDtypeName = Literal["auto", "float64", "float32"]
 LARGEST_MULTIPLE = 2**20
 CHOOSING = (
     "sparsity", "attention_units", "attention_sparsity", "mlp_sparsity", "expert_sparsity",
-    "budget_parameters", "budget_memory", "context", "multiple_of", "tensor_parallel",
-    "allocation", "selection", "kept",
+    "drop_blocks", "budget_parameters", "budget_memory", "context", "multiple_of",
+    "tensor_parallel", "allocation", "selection", "kept",
 )  # fmt: skip
 """Settings that say which units stay."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DtypeName)
@@ -93,6 +93,8 @@ class Pruning(Settings):
             no whole group would go, or a server could divide those that stay over fewer GPUs.
         attention_sparsity: Fraction of these units removed; 0 keeps all.
         mlp_sparsity: Fraction of MLP channels removed, those of every expert included; 0 keeps all.
+        drop_blocks: Number of whole blocks that are left out besides: in turn the one without which
+            predictions change least. The first and the last stay, and later blocks repair the loss.
         expert_sparsity: Fraction of whole experts removed, as many in every block: those that add
             least to the tokens they get. The others lose mlp_sparsity of their channels besides.
         budget_parameters: Parameters that may be left, at most, embeddings included; below 1, that
@@ -135,6 +137,7 @@ class Pruning(Settings):
     mlp_sparsity: float | None = setting(
         None, otherwise="sparsity", least=0, check=_share_named("mlp_sparsity")
     )
+    drop_blocks: int = setting(0, least=0)
     expert_sparsity: float = setting(0.0, least=0, check=_share_named("expert_sparsity"))
     budget_parameters: float | None = setting(
         None,

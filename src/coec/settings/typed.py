@@ -13,6 +13,7 @@ class PruningSettings(TypedDict, total=False):
     attention_units: Literal["groups", "heads", "auto"]
     attention_sparsity: float | None
     mlp_sparsity: float | None
+    drop_blocks: int
     expert_sparsity: float
     budget_parameters: float | None
     budget_memory: str | None

@@ -247,7 +247,7 @@ class TwoStreams:
     def advance(self, index: int, written: Mapping[str, Tensor] | None) -> None:
         """Run both models through a solved block, the pruned one with the written tensors.
 
-        Without them it has the dense block.
+        Without them it has the dense block, and with none in the mapping it has no such block.
         """
         block = self._dense.layout.blocks[index]
         if self._behind_sites:
@@ -258,10 +258,12 @@ class TwoStreams:
                 n: self._dense_layers.advance(index, s) for n, s in self._dense_states.items()
             }
         layers = self._dense_layers
-        if written is not None:
+        if written:
             layers = self._pruned_layers
             layers.load(block, written)
-        self._pruned_states = {n: layers.advance(index, s) for n, s in self._pruned_states.items()}
+        if written is None or written:
+            states = {n: layers.advance(index, s) for n, s in self._pruned_states.items()}
+            self._pruned_states = states
         self._drop(index)
         self._index = index + 1
         self._close()

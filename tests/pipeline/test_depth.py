@@ -1,0 +1,169 @@
+"""Whole blocks left out: which, what is written, what it computes, what is refused."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import coec
+import tiny_models as tm
+from coec.errors import OptionError
+from coec.models.architectures import ARCHITECTURES
+from coec.models.dense import Dense
+from coec.models.depth import renumbered, without_blocks
+from coec.pipeline.depth import dispensable_blocks
+
+pytestmark = pytest.mark.unchecked  # whole models
+
+DEPTH = {"samples": 24, "seq_len": 32, "forward_dtype": "float64", "dtype": "float64"}
+ALONE = {"mlp_sparsity": 0, "attention_sparsity": 0}
+VARIANTS = [
+    name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_type"]].blocks.experts
+]
+
+
+def deep(variant, folder, layers=5):
+    """A random model of several blocks; kinds of layers repeat."""
+    raw = tm.raw_config(variant)
+    changes = {"num_hidden_layers": layers}
+    for key, value in raw.items():
+        if isinstance(value, list) and len(value) == raw["num_hidden_layers"]:
+            changes[key] = (value * layers)[:layers]
+    return tm.save(tm.tiny(variant, **changes), folder)
+
+
+def shortened(model, dropped):
+    """The dense model with these layers taken out, as they were built."""
+    loaded = tm.load(model)
+    layers = [layer for n, layer in enumerate(loaded.model.layers) if n not in dropped]
+    loaded.model.layers = torch.nn.ModuleList(layers)
+    for attribute in ("layer_types", "num_hidden_layers"):  # what the model looks up by number
+        whole = getattr(loaded.config, attribute, None)
+        if isinstance(whole, list):
+            setattr(loaded.config, attribute, [k for n, k in enumerate(whole) if n not in dropped])
+        elif whole is not None:
+            setattr(loaded.config, attribute, len(layers))
+    return loaded
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_family_without_two_blocks(variant, tokens, tmp_path):
+    model = deep(variant, tmp_path / "dense")
+    adds = not ARCHITECTURES[tm.VARIANTS[variant]["model_type"]].adds
+    settings = {**DEPTH, **ALONE, "calibration": tokens, "drop_blocks": 2}
+    settings |= {"preset": "fast", "compensation": "none"} if adds else {
+        "preset": "balanced", "reconstruct": 1, "reconstruct_rate": 1e-30, "propagate": False,
+        "final_norm": False, "compensation": "none",
+    }  # fmt: skip
+    report = coec.prune(model, tmp_path / "out", **settings)
+    dropped = report.plan["dropped_blocks"]
+    assert len(dropped) == 2
+    assert 0 < dropped[0] < dropped[1] < 4
+    expected = shortened(model, dropped)
+    loaded = tm.load(tmp_path / "out")
+    assert loaded.config.num_hidden_layers == 3
+    if adds:
+        compensated = report.sites
+        assert {row["block"] for row in compensated} == {0, 1, 2, 3, 4} - set(dropped)
+    torch.testing.assert_close(tm.logits(loaded), tm.logits(expected), rtol=0, atol=1e-8)
+    assert report.plan["parameters"]["after"] == Dense.open(tmp_path / "out").parameters
+
+
+def test_the_block_that_is_missed_least_goes_first(tokens, tmp_path):
+    model = deep("llama", tmp_path / "dense")
+    weights = load_file(model / "model.safetensors")
+    for name, tensor in weights.items():  # block 2 adds next to nothing, block 3 a little
+        for block, factor in ((2, 1e-4), (3, 1e-2)):
+            if f"layers.{block}." in name and ("o_proj" in name or "down_proj" in name):
+                tensor *= factor
+    tm.edit_weights(model, lambda _: weights)
+    dense = Dense.open(model)
+    ids = torch.randint(2, tm.VOCABULARY, (8, 32))
+    found = {
+        count: dispensable_blocks(
+            dense, ids, count, device=torch.device("cpu"), dtype=torch.float64
+        )
+        for count in (1, 2, 3)
+    }
+    assert found[1] == (2,)
+    assert found[2] == (2, 3)
+    assert found[3] == (1, 2, 3)
+
+
+@pytest.mark.parametrize("preset", ["fast", "balanced", "best"])
+def test_later_blocks_repair_the_loss(preset, tokens, tmp_path):
+    model = deep("mistral", tmp_path / "dense")
+    short = {} if preset == "fast" else {"reconstruct": 2}
+    short |= {"prediction_passes": 1} if preset == "best" else {}
+    settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "drop_blocks": 1} | ALONE
+    coec.prune(model, tmp_path / "out", preset=preset, **settings, **short)
+    bare = {"preset": "fast", "compensation": "none"}
+    coec.prune(model, tmp_path / "bare", **settings, **bare)
+    repaired, plain = (
+        coec.perplexity(tmp_path / name, tokens, baseline=model, seq_len=32).kl
+        for name in ("out", "bare")
+    )
+    assert repaired < plain
+    by_name = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert by_name.config.num_hidden_layers == 4
+
+
+def test_depth_and_width_under_one_budget(tokens, tmp_path):
+    model = deep("llama", tmp_path / "dense")
+    settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}
+    report = coec.prune(
+        model, tmp_path / "out", **settings, drop_blocks=1, budget_parameters=0.6, multiple_of=1
+    )
+    counts = report.plan["parameters"]
+    assert 0.55 < counts["after"] / counts["before"] <= 0.6
+    assert counts["after"] == Dense.open(tmp_path / "out").parameters
+
+
+def test_a_killed_run_goes_on_without_the_same_blocks(tokens, tmp_path, monkeypatch):
+    from coec.pipeline import prune as pruning
+    from problems import failing
+
+    model = deep("llama", tmp_path / "dense")
+    settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}
+    settings |= {"drop_blocks": 2}
+    coec.prune(model, tmp_path / "whole", **settings)
+    with monkeypatch.context() as patch:
+        killed = failing(pruning.Checkpoint.keep, KeyboardInterrupt(), 2)
+        patch.setattr(pruning.Checkpoint, "keep", killed)
+        with pytest.raises(KeyboardInterrupt):
+            coec.prune(model, tmp_path / "out", **settings)
+    monkeypatch.setattr(pruning, "dispensable_blocks", None)  # is not asked again
+    coec.prune(model, tmp_path / "out", **settings)
+    assert tm.same_weights(tmp_path / "out", tmp_path / "whole")
+
+
+def test_names_and_lists_follow():
+    assert renumbered("model.layers.5.mlp.up_proj.weight", (1, 3)) == (
+        "model.layers.3.mlp.up_proj.weight"
+    )
+    assert renumbered("model.layers.3.mlp.up_proj.weight", (1, 3)) is None
+    assert renumbered("model.norm.weight", (1, 3)) == "model.norm.weight"
+    raw = tm.raw_config("gemma3", num_hidden_layers=12)
+    raw.pop("layer_types", None)
+    kinds = without_blocks(raw, (0, 5))["layer_types"]
+    assert len(kinds) == 10
+    assert kinds.index("full_attention") == 9  # the second: the first was block 5
+
+
+REFUSED = {
+    "too many": ({"drop_blocks": 4}, "this model has 5 blocks, drop at most 3"),
+    "paper": ({"drop_blocks": 1, "preset": "paper"}, "or another preset than paper"),
+    "widths": ({"drop_blocks": 1, "non_uniform": True}, "is not built for non_uniform"),
+    "budget": (
+        {"drop_blocks": 3, "budget_parameters": 0.9},
+        "drop_blocks = 3 alone leaves fewer parameters than budget_parameters",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(name, tokens, tmp_path):
+    changes, match = REFUSED[name]
+    model = deep("llama", tmp_path / "dense")
+    with pytest.raises(OptionError, match=match):
+        coec.prune(model, tmp_path / "out", **{"calibration": tokens, "preset": "fast"} | changes)
