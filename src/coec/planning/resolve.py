@@ -219,9 +219,11 @@ def _check_depth(recipe: Recipe, model: Description) -> None:
             f"this model has {layers} blocks, drop at most {layers - 2}"
         )
     if not recipe.reconstruction.sequential:
+        why = recipe.reconstruction.left_out
         raise OptionError(
-            "drop_blocks needs blocks that are solved on the states of the pruned model: set "
-            "propagate or reconstruct, or another preset than paper"
+            "drop_blocks needs blocks that are solved on the states of the pruned model"
+            + (f", which are left out here ({why})" if why else "")
+            + ": set propagate or reconstruct, or another preset than paper"
         )
     for what, holds in (
         ("non_uniform", recipe.pruning.non_uniform),
