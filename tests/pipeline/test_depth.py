@@ -167,3 +167,16 @@ def test_what_cannot_be_is_refused(name, tokens, tmp_path):
     model = deep("llama", tmp_path / "dense")
     with pytest.raises(OptionError, match=match):
         coec.prune(model, tmp_path / "out", **{"calibration": tokens, "preset": "fast"} | changes)
+
+
+def test_a_model_of_fewer_blocks_is_trained_and_exported(tokens, tmp_path):
+    model = deep("llama", tmp_path / "dense")
+    settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}
+    coec.prune(model, tmp_path / "out", **settings, drop_blocks=2)
+    coec.recover(
+        model, tmp_path / "out", tmp_path / "trained", text=tokens, tokens=2048, seq_len=32,
+        learning_rate=3e-3, batch_size=8,
+    )  # fmt: skip
+    assert Dense.open(tmp_path / "trained").shape.layers == 3
+    coec.export(tmp_path / "out", tmp_path / "out.gguf", dtype="f32", no_tokenizer=True)
+    assert (tmp_path / "out.gguf").stat().st_size > 4 * Dense.open(tmp_path / "out").parameters

@@ -80,8 +80,9 @@ def check_leader(device: torch.device) -> None:
     """Raise OptionError where the process that leads a cluster would measure without its device."""
     if at_hand(device) != device:
         raise OptionError(
-            "widths by block are decided by the process that leads, which has no GPU: run the "
-            "command on a node that has one, or set allocation=uniform or device=cpu"
+            "widths by block, and blocks to leave out, are decided by the process that leads, "
+            "which has no GPU: run the command on a node that has one, or set allocation=uniform "
+            "and no drop_blocks, or device=cpu"
         )
 
 

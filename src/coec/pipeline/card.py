@@ -60,6 +60,10 @@ def _is_text(value: Any) -> bool:
     return all(isinstance(word, str) and len(word) < 500 for word in words)
 
 
+_TEXT = "text-generation", "CausalLM"
+"""The task of a language model, and what transformers loads it by."""
+
+
 def write_card(report: Report, folder: Path) -> None:
     """Write the model card of a report."""
     (folder / CARD).write_text(card(report.without_places()), encoding="utf-8")
@@ -73,6 +77,9 @@ def card(report: Report) -> str:
     name = dense.rpartition("/")[2]
     code = plan.get("code")
     trust = ", trust_remote_code=True" if code else ""
+    inside = plan.get("inside")
+    task, kind = ("image-text-to-text", "ImageTextToText") if inside else _TEXT
+    reader = "AutoProcessor" if inside else "AutoTokenizer"
     notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in plan["notes"])
     loaders = "\n".join(f"- {loader}: {verdict}" for loader, verdict in plan["loads_in"].items())
     if sizes := plan.get("tensor_parallel"):
@@ -83,7 +90,7 @@ def card(report: Report) -> str:
     )
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {task}
 tags: [coec, pruned]
 {_front_matter(report)}
 ---
@@ -94,10 +101,10 @@ Made from `{name}` by coec {__version__}: training-free
 structured pruning of MLP channels and {_units(report.recipe)}{_depth(plan)}, {_asked(report)}.
 {notes}
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelFor{kind}, {reader}
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{trust})
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder"{trust})
+model = AutoModelFor{kind}.from_pretrained("path/to/this/folder"{trust})
+{reader.removeprefix("Auto").lower()} = {reader}.from_pretrained("path/to/this/folder"{trust})
 ```
 {_stored_as(plan)}
 | | dense | pruned |

@@ -126,7 +126,7 @@ def prune(
         )
         solve = backend.solve_dtype(recipe.pruning.solve_dtype, device)
         run = Run.of(dense, candidates, device, solve, collected=collected is not None)
-        if not run.plan.decided:
+        if not run.plan.decided or recipe.pruning.drop_blocks:
             check_leader(device)
         check_space(out, space_needed(out, run.plan, run.written))
         seconds.lap("checking")

@@ -263,6 +263,7 @@ class Plan:
             },
             "layers": self.dense.layers,
             "dropped_blocks": list(self.dropped),
+            "inside": self.model.around.name if self.model.around else None,
             "widths": {
                 name: {"before": _by_block(self.dense, size), "after": _by_block(self.pruned, size)}
                 for name, size in self._size_names().items()
