@@ -252,6 +252,20 @@ def test_the_host_waits_for_panels_and_not_for_columns():
     assert counts[0] == counts[1]
 
 
+def test_ranges_lose_units_in_turn():
+    W, X = problems.weight(9, 48), problems.inputs("power law", 48)
+    path = [unit for unit, _ in removal_path(W, X @ X.T, 12, 3, ranges=3)]  # units of 4 columns
+    turns = [sorted(unit // 4 for unit in path[n : n + 3]) for n in range(0, 9, 3)]
+    assert turns == [[0, 1, 2]] * 3
+    # The first to go is the cheapest of all, and within a turn none is cheaper of its range.
+    assert path[0] == removal_path(W, X @ X.T, 12, 11)[0][0]
+    free = [unit for unit, _ in removal_path(W, X @ X.T, 12, 3)]
+    assert path != free
+    scores = obs(W, problems.gram("power law", 48), units=12, keep=6, ranges=3)
+    kept = keep_highest(unit_scores(scores, 12), 6, 3)
+    assert sorted(kept.indices // 4) == [0, 0, 1, 1, 2, 2]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_captured_step_finds_the_path_of_a_plain_one():

@@ -56,6 +56,9 @@ def test_the_highest_stay_and_ties_go_to_the_lower_index():
     scores = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0])
     assert keep_highest(scores, 3).indices.tolist() == [1, 2, 3]
     assert keep_highest(torch.zeros(5), 2).indices.tolist() == [0, 1]
+    scores = torch.tensor([9.0, 8.0, 7.0, 1.0, 3.0, 2.0])
+    assert keep_highest(scores, 4, 2).indices.tolist() == [0, 1, 4, 5]  # two of each half
+    assert keep_highest(scores, 3, 3).indices.tolist() == [0, 2, 4]
     assert keep_highest(scores, 6).everything
     with pytest.raises(NumericalError, match="score is NaN"):
         keep_highest(torch.tensor([1.0, float("nan")]), 1)
