@@ -77,7 +77,8 @@ class _Loss(torch.autograd.Function):
         # Piece by piece: logits → log q, log p → loss and its derivative, in little memory
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         tokens, vocabulary = logits.shape
-        counted = max(int((following >= 0).sum()), 1)
+        # Counted only where it is divided by: to read the count waits for the device.
+        counted = max(int((following >= 0).sum()), 1) if share else 1
         loss = logits.new_zeros((), dtype=torch.float32)
         for rows in torch.arange(tokens).split(max(1, LOGITS_PER_PASS // vocabulary)):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
