@@ -29,10 +29,11 @@ DENSE = ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", 
 PRUNED = ("PRUNED", "pruned", "QUANTISED", "Llama-3.1-8B-70")
 WRITES = {"prune": 1, "compensate": 2, "recover": 2, "collect": 1, "export": 1}
 """Place of the output among the arguments."""
-SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "5.6e9": "100e3"}
+SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "5.6e9": "100e3", "16GB": "400KB", "8192": "64"}
 """Budgets of trainings in tokens and minutes, lengths of windows, and parameters."""
-ELSEWHERE = re.compile(r"\.\./shared|--executor ray|--tasks|sweep main OUT --model \./a|report OUT")
-"""Run by tests of clusters and of tasks; a whole grid."""
+ELSEWHERE = re.compile(r"\.\./shared|--executor ray|--tasks|sweep main OUT --model \./a|report OUT"
+                       r"|--drop-blocks")  # fmt: skip
+"""Run by tests of clusters, of tasks and of models with more blocks; a whole grid."""
 
 
 def blocks(page, language):

@@ -276,6 +276,7 @@ REFUSED = {
         "budget_parameters and budget_memory are both a budget",
     ),
     "no size": ({"budget_memory": "16"}, "is a size such as 16GB, 900MB or 14.5GiB, got '16'"),
+    "large memory": ({"budget_memory": "1GB"}, "= 1GB holds the whole model and the keys"),
     "small memory": (
         {"budget_memory": "1.1MB"},
         r"beside the keys and values of context = 8,192 tokens \(2\.1 MB\): allow more",

@@ -207,6 +207,11 @@ def _with_parameters(pruning: Pruning, model: Description) -> Pruning:
             f"context = {pruning.context:,} tokens ({numbers * dtype.itemsize / 1e6:,.1f} MB): "
             "allow more, or fewer tokens"
         )
+    if left >= model.parameters:
+        raise OptionError(
+            f"budget_memory = {pruning.budget_memory} holds the whole model and the keys and "
+            f"values of context = {pruning.context:,} tokens: nothing would go; allow less"
+        )
     return replace(pruning, budget_memory=None, budget_parameters=left)
 
 
