@@ -28,7 +28,7 @@ _INSIDE = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 
 @dataclass(frozen=True)
 class Around:
-    """What is around a language model.
+    """Multimodal model around a language model.
 
     Attributes:
         config: the whole configuration.
