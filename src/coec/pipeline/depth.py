@@ -9,9 +9,7 @@ from coec.models.dense import Dense
 from coec.streaming.dense_stream import first_windows
 from coec.streaming.head import Head
 from coec.streaming.layers import Layers, State
-
-TOKENS = 4096
-"""Of the windows that are run."""
+from coec.streaming.sensitivity import TOKENS
 
 
 @torch.no_grad()
