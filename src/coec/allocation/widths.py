@@ -1,5 +1,6 @@
 """Widths: the units that every site keeps, what that removes, and to what they are rounded."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -93,14 +94,15 @@ class Rounding:
         are to divide them. Raises OptionError where no number can be divided.
         """
         if site.value is not None:
-            counts = range(site.ranges, site.units + 1, site.ranges)
-            served = [count for count in counts if self._divides_heads(site, count)]
-            if not served:
-                raise OptionError(
-                    f"tensor_parallel = {self.gpus} divides no number of {site.unit}s up to "
-                    f"{site.units}: take a divisor of that"
-                )
-            return next((count for count in served if count >= kept), served[-1])
+            first, step = _up(kept, site.ranges), site.ranges
+            upward, downward = range(first, site.units + 1, step), range(first - step, 0, -step)
+            for count in itertools.chain(upward, downward):
+                if self._divides_heads(site, count):
+                    return count
+            raise OptionError(
+                f"tensor_parallel = {self.gpus} divides no number of {site.unit}s up to "
+                f"{site.units}: take a divisor of that"
+            )
         least = _of_site(site, self.gpus)
         whole = site.units if site.units % self.gpus == 0 else site.units // least * least
         if kept >= whole:

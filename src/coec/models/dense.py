@@ -52,7 +52,7 @@ class Dense(Description):
     Attributes:
         name: the model, as the user gave it.
         files: tensor name → file name in the folder.
-        stored: tensor name → its name in that file.
+        stored: tensor name → its name in its file, of those in `carried` too.
         carried: tensors of a multimodal model around it, by name.
         stamps: size and time of every file when it was opened.
         dtype: dtype of the weights; the narrowest that holds all if they are mixed.
@@ -88,9 +88,13 @@ class Dense(Description):
         carried: dict[str, Header] = {}
         if around := multimodal.around(config, headers):
             config = language_model(config)
-            inside = {around.alone(name): header for name, header in headers.items()}
-            carried = {name: h for name, h in headers.items() if around.alone(name) is None}
-            headers = {name: header for name, header in inside.items() if name is not None}
+            inside: dict[str, Header] = {}
+            for whole, header in headers.items():
+                if (name := around.alone(whole)) is None:
+                    carried[whole] = header
+                else:
+                    inside[name] = header
+            headers = inside
             notes.append(
                 f"this is the language model inside {around.name}: its other {len(carried)} "
                 "tensors are carried over as they are; programs were tried with language models "
@@ -122,12 +126,15 @@ class Dense(Description):
         _generation_config(folder)
         files = {name: headers[name].file for name in described.shapes}
         stored = {name: headers[name].stored for name in described.shapes}
-        if wrapped := [whole for name, whole in stored.items() if whole != name]:
+        named = around.stored if around else str
+        if wrapped := [whole for name, whole in stored.items() if whole != named(name)]:
             notes.append(
                 f"the names of {len(wrapped)} tensors have what a wrapper puts before them "
                 f"({wrapped[0]}): it is taken off"
             )
-        stamps = {file: _stamp(folder / file) for file in sorted(set(files.values()))}
+        stored |= {name: header.stored for name, header in carried.items()}
+        read_from = {*files.values(), *(header.file for header in carried.values())}
+        stamps = {file: _stamp(folder / file) for file in sorted(read_from)}
         return cls(
             **vars(described) | {"around": around}, name=str(model), folder=folder.absolute(),
             files=files, stored=stored, carried=carried, stamps=stamps, dtype=dtype,
@@ -140,9 +147,7 @@ class Dense(Description):
 
     def around_it(self, name: str) -> Tensor:
         """Read a tensor of the multimodal model around it, as it is stored."""
-        with opened(self.folder / self.carried[name].file) as content:
-            tensor: Tensor = content.get_tensor(self.carried[name].stored)
-            return tensor
+        return self._read(self.carried[name].file, [name])[name]
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """Read all tensors of a block, compared with what was expected; keys are full names."""

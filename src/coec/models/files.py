@@ -40,7 +40,7 @@ _MERGE = (
 )
 _ADAPTED = "base_model.model."
 """Prefix of the names in a model that PEFT still wraps."""
-_WRAPPED = re.compile(r"(_orig_mod\.|module\.)+")
+_WRAPPED = re.compile(r"^(_orig_mod\.|module\.)+")
 """What torch.compile and parallel wrappers put before the names in a model."""
 
 
@@ -203,7 +203,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     for file_name in sorted(set(index.values())) or [_WEIGHTS]:
         with opened(folder / file_name) as file:
             for whole in file.keys():
-                name = _unwrapped(whole)
+                name = _WRAPPED.sub("", whole)
                 if name in headers:
                     raise ModelError(
                         f"{name} is in both '{headers[name].file}' and '{file_name}' of "
@@ -218,17 +218,13 @@ def read_headers(folder: Path) -> dict[str, Header]:
                 shape = tuple(stored.get_shape())
                 headers[name] = Header(file_name, stored.get_dtype(), shape, whole)
     for whole, file_name in index.items():
-        name = _unwrapped(whole)
+        name = _WRAPPED.sub("", whole)
         if name in headers and headers[name].file != file_name:
             raise ModelError(
                 f"'{folder / INDEX}' is damaged: {name} is in '{headers[name].file}', "
                 f"not in '{file_name}'"
             )
     return headers
-
-
-def _unwrapped(name: str) -> str:
-    return _WRAPPED.sub("", name, count=1) if _WRAPPED.match(name) else name
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -116,9 +116,10 @@ def alone(config: JsonDict) -> JsonDict:
     for key in _DTYPES:
         if key in config:
             text.setdefault(key, config[key])
-    for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(rope := text.get(key), dict) and _MULTIMODAL_ROPE in rope:
-            plain = {k: v for k, v in rope.items() if k != _MULTIMODAL_ROPE}
-            kind = {"rope_type": "default"} if key == "rope_parameters" else None
-            text[key] = None if kind is None else plain | kind
+    # Plain frequencies, in the form of transformers 4 and in that of 5
+    if _MULTIMODAL_ROPE in (text.get("rope_scaling") or ()):
+        text["rope_scaling"] = None
+    if _MULTIMODAL_ROPE in (rope := text.get("rope_parameters") or {}):
+        plain = {key: value for key, value in rope.items() if key != _MULTIMODAL_ROPE}
+        text["rope_parameters"] = plain | {"rope_type": "default"}
     return text

@@ -30,7 +30,6 @@ from coec.pipeline.solve import solve_block
 from coec.pipeline.write import Checkpoint, dtype_name, space_needed
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
-from coec.planning.resolve import with_units
 from coec.planning.run import Run
 from coec.settings.typed import PruningSettings
 from coec.streaming.passes import BlockSource, SavedPass, expect_unchanged
@@ -109,14 +108,13 @@ def prune(
     recipe = Recipe.or_of(recipe, settings)
     collected = None if statistics is None else Statistics.open(statistics)
     dense = Dense.open(model)
-    recipe = with_units(recipe, dense)
-    dense = dense.counted_in(recipe.pruning.attention_units)
     carried_files(dense.folder)
     out = path_of(out)
     check_output(out, dense.folder, force=force or unfinished(out))
     # Resolve: plan, place of work and source of statistics, all checked before any work
     candidates = Plan.candidates(dense, recipe, collected)
     recipe = next(iter(candidates.values())).recipe
+    dense = dense.counted_in(recipe.pruning.attention_units)
     with open_backend(recipe.runtime) as backend:
         device = backend.device(recipe.runtime.device)
         source: BlockSource = (

@@ -119,7 +119,7 @@ def removal_path(
             gone, costs, L, U = state.panel(min(panel, excess))
         else:
             gone, costs, L, U = state.group(turn, units // ranges)
-            turn = (turn | {int(state.names[gone[0]]) * ranges // units}) if ranges > 1 else turn
+            turn = turn | {int(state.names[gone[0]]) * ranges // units}
             turn = set() if len(turn) == ranges else turn
         path += zip(state.names[gone].tolist(), costs, strict=True)
         if len(gone) == excess:
