@@ -377,6 +377,19 @@ def test_rates_are_tried_where_a_tenth_of_the_budget_is_enough(many, monkeypatch
     assert record["learning_rate"] == record["rates_tried"][2]["learning_rate"]
 
 
+def test_a_rate_that_diverges_is_not_taken(many, monkeypatch):
+    evaluate, calls = training.Distillation.evaluate, []
+
+    def third_diverges(self, *args, **kwargs):
+        calls.append(evaluate(self, *args, **kwargs))
+        return {"eval_loss": float("nan")} if len(calls) == 3 else calls[-1]
+
+    monkeypatch.setattr(training.Distillation, "evaluate", third_diverges)
+    record = many().recoveries[-1]
+    assert len(record["rates_tried"]) == 2
+    assert record["learning_rate"] in {row["learning_rate"] for row in record["rates_tried"]}
+
+
 def test_a_killed_trial_of_rates_is_not_done_again(many, monkeypatch, tmp_path):
     whole = many("whole").recoveries[-1]
     with monkeypatch.context() as patch:

@@ -136,12 +136,14 @@ def _tried_rates(
             rate = factor * job.rate(start, schedule.batch)
             trainer = training.trainer_of(job, short, rate, teacher, examples)
             trainer.train()
-            known.append((rate, trainer.evaluate()["eval_loss"]))
+            kl = trainer.evaluate()["eval_loss"]
+            if math.isfinite(kl):  # one that diverges is out of the question, and of the record
+                known.append((rate, kl))
             del trainer
             gc.collect()
         if pieces is not None:
             pieces.note("rates", tried=known)
-    return {rate: kl if math.isfinite(kl) else math.inf for rate, kl in known}
+    return dict(known)
 
 
 def _prepared(
