@@ -129,14 +129,14 @@ def made(place: Path, removed: list[int], align: list[int]) -> list[Pruned]:
         num_attention_heads=GROUP * KV_HEADS, num_key_value_heads=KV_HEADS,
         vocab_size=VOCABULARY, max_position_embeddings=1024, tie_word_embeddings=False,
     )  # fmt: skip
-    dense = _random(place / "dense", config)
+    dense = random_model(place / "dense", config)
     models = []
     for percent in removed:
         for multiple in align:
             out = place / f"{percent}-{multiple}"
             recipe = Recipe(sparsity=percent / 100, multiple_of=str(multiple))
             plan = Plan.of(Description.read(dense), recipe)
-            _random(out, AutoConfig.for_model(**plan.output.config))
+            random_model(out, AutoConfig.for_model(**plan.output.config))
             shape = Description.read(out).shape
             ratio = coec.efficiency(dense, out).as_dict()["ratio"]["parameters"]
             models.append(Pruned(percent, multiple, str(out), shape.ffn, shape.kv_heads, ratio))
@@ -144,7 +144,7 @@ def made(place: Path, removed: list[int], align: list[int]) -> list[Pruned]:
     return models
 
 
-def _random(folder: Path, config: Any) -> Path:
+def random_model(folder: Path, config: Any) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.float16).save_pretrained(folder)
     return folder

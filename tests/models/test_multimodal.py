@@ -89,7 +89,7 @@ def logits(model):
     if kind == "gemma3":
         more["token_type_ids"] = (ids == IMAGE).long()
     with torch.no_grad():
-        return model(input_ids=ids, **more).logits
+        return model(input_ids=ids, use_cache=False, **more).logits
 
 
 def masked(folder, out):
@@ -129,6 +129,31 @@ def test_removing_is_masking_with_an_image_too(kind, changes, models, tokens, tm
     assert all(torch.equal(before[name], after[name]) for name in outside)
     assert before.keys() == after.keys()
     assert (out / "preprocessor_config.json").read_text() == '{"size": 16}'
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_less_with_an_image_too(kind, tokens, tmp_path):
+    torch.manual_seed(0)
+    whole = config(kind)
+    whole.text_config.num_hidden_layers = 4
+    if hasattr(whole.text_config, "layer_types"):
+        whole.text_config.layer_types = (whole.text_config.layer_types * 2)[:4]
+    model = transformers.AutoModelForImageTextToText.from_config(whole)
+    model.save_pretrained(tmp_path / "dense")
+    settings = {"preset": "fast", "samples": 24, "seq_len": 32, "calibration": tokens}
+    settings |= {"mlp_sparsity": 0, "attention_sparsity": 0, "compensation": "none"}
+    settings |= {"propagate": False, "reconstruct": 1, "reconstruct_rate": 1e-30}
+    report = coec.prune(tmp_path / "dense", tmp_path / "out", **settings, drop_blocks=1)
+    [dropped] = report.plan["dropped_blocks"]
+    expected = load(tmp_path / "dense")
+    language = expected.model.language_model
+    language.layers = torch.nn.ModuleList(
+        layer for n, layer in enumerate(language.layers) if n != dropped
+    )
+    language.config.num_hidden_layers = 3
+    loaded = load(tmp_path / "out")
+    assert loaded.config.text_config.num_hidden_layers == 3
+    torch.testing.assert_close(logits(loaded), logits(expected), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("preset", ["fast", "balanced"])

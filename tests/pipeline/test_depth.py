@@ -12,14 +12,12 @@ from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.depth import renumbered, without_blocks
 from coec.pipeline.depth import dispensable_blocks
+from coec.types import KeptSet
 
 pytestmark = pytest.mark.unchecked  # whole models
 
 DEPTH = {"samples": 24, "seq_len": 32, "forward_dtype": "float64", "dtype": "float64"}
 ALONE = {"mlp_sparsity": 0, "attention_sparsity": 0}
-VARIANTS = [
-    name for name, v in tm.VARIANTS.items() if not ARCHITECTURES[v["model_type"]].blocks.experts
-]
 
 
 def deep(variant, folder, layers=5):
@@ -46,7 +44,7 @@ def shortened(model, dropped):
     return loaded
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", tm.VARIANTS)
 def test_every_family_without_two_blocks(variant, tokens, tmp_path):
     model = deep(variant, tmp_path / "dense")
     adds = not ARCHITECTURES[tm.VARIANTS[variant]["model_type"]].adds
@@ -119,6 +117,32 @@ def test_depth_and_width_under_one_budget(tokens, tmp_path):
     assert counts["after"] == Dense.open(tmp_path / "out").parameters
 
 
+def test_depth_and_widths_by_block_under_one_budget(tokens, tmp_path):
+    model = deep("llama", tmp_path / "dense")
+    settings = {**DEPTH, "calibration": tokens, "preset": "fast", "compensation": "none"}
+    settings |= {"drop_blocks": 1, "budget_parameters": 0.6, "multiple_of": 1}
+    report = coec.prune(model, tmp_path / "out", **settings, non_uniform=True)
+    widths, counts = report.plan["widths"]["mlp"]["after"], report.plan["parameters"]
+    assert len(widths) == 4
+    assert len(set(widths)) > 1
+    assert 0.55 < counts["after"] / counts["before"] <= 0.6
+    assert counts["after"] == Dense.open(tmp_path / "out").parameters
+    # What is left computes what the dense model does with the rest of its units masked.
+    [dropped] = report.plan["dropped_blocks"]
+    expected, kept = shortened(model, [dropped]), load_file(tmp_path / "out/coec/kept.safetensors")
+    with torch.no_grad():
+        for site in Dense.open(model).layout.sites:
+            if site.block != dropped:
+                layer = expected.model.layers[site.block - (site.block > dropped)]
+                consumer = layer.get_parameter(site.weight.split(".", 3)[3])
+                gone = site.kept_columns(KeptSet(kept[site.key], site.units)).dropped()
+                consumer[:, gone] = 0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", trust_remote_code=True
+    ).eval()
+    torch.testing.assert_close(tm.logits(loaded), tm.logits(expected), rtol=0, atol=1e-8)
+
+
 def test_a_killed_run_goes_on_without_the_same_blocks(tokens, tmp_path, monkeypatch):
     from coec.pipeline import prune as pruning
     from problems import failing
@@ -150,10 +174,37 @@ def test_names_and_lists_follow():
     assert kinds.index("full_attention") == 9  # the second: the first was block 5
 
 
+@pytest.mark.parametrize(
+    ("changes", "dropped", "expected"),
+    [
+        ({"first_k_dense_replace": 3}, (1, 5), {"first_k_dense_replace": 2}),
+        ({"mlp_only_layers": [0, 3, 6]}, (2, 3), {"mlp_only_layers": [0, 4]}),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 1}, (2, 3), {"mlp_only_layers": []}),
+        (
+            {"mlp_only_layers": [1], "decoder_sparse_step": 2},  # experts in 3, 5 and 7
+            (2, 5),
+            {"mlp_only_layers": [0, 1, 3, 4], "decoder_sparse_step": 1},
+        ),
+        ({"no_rope_layers": [1, 0, 0, 1] * 2}, (1, 2), {"no_rope_layers": [1, 1, 1, 0, 0, 1]}),
+    ],
+)  # fmt: skip
+def test_blocks_stay_what_they_were(changes, dropped, expected):
+    raw = {"model_type": "qwen3_moe", "num_hidden_layers": 8} | changes
+    short = without_blocks(raw, dropped)
+    assert short["num_hidden_layers"] == 6
+    assert {key: short[key] for key in expected} == expected
+
+
+def test_positions_that_a_class_leaves_out_by_number_stay(tokens):
+    raw = tm.raw_config("smollm3", num_hidden_layers=8, no_rope_layer_interval=4)
+    for key in ("layer_types", "no_rope_layers"):
+        raw.pop(key, None)
+    assert without_blocks(raw, (1, 2))["no_rope_layers"] == [1, 0, 1, 1, 1, 0]
+
+
 REFUSED = {
     "too many": ({"drop_blocks": 4}, "this model has 5 blocks, drop at most 3"),
     "paper": ({"drop_blocks": 1, "preset": "paper"}, "or another preset than paper"),
-    "widths": ({"drop_blocks": 1, "non_uniform": True}, "is not built for non_uniform"),
     "budget": (
         {"drop_blocks": 3, "budget_parameters": 0.9},
         "drop_blocks = 3 alone leaves fewer parameters than budget_parameters",

@@ -8,26 +8,39 @@ from transformers import AutoConfig
 from coec.models.description import LAYER
 from coec.models.files import JsonDict
 
-_LAYERS, _TYPES = "num_hidden_layers", "layer_types"
+_LAYERS = "num_hidden_layers"
+_BY_BLOCK = ("layer_types", "no_rope_layers")
+"""Lists with an entry for every block that a class derives from numbers where they are absent."""
+_FIRST, _INDICES, _STEP = "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step"
+"""Blocks without experts: so many of the first, these, and all but every so many."""
 
 
 def without_blocks(config: JsonDict, dropped: Collection[int]) -> JsonDict:
     """Return a raw configuration with fewer blocks; lists with an entry for each lose theirs.
 
-    The kind of every block is listed, where the class has kinds: it would follow from a number.
+    What follows from the number of a block is listed, or counted anew: it would be another's.
     """
     if not dropped:
         return config
     layers = config[_LAYERS]
+    stay = [index for index in range(layers) if index not in dropped]
     resolved: Any = AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})
-    kinds = getattr(resolved, _TYPES, None)
-    listed = config | ({_TYPES: list(kinds)} if kinds else {})
-    return {
-        key: [entry for index, entry in enumerate(value) if index not in dropped]
+    derived = {key: value for key in _BY_BLOCK if (value := getattr(resolved, key, None))}
+    short = {
+        key: [value[index] for index in stay]
         if isinstance(value, list) and len(value) == layers
         else value
-        for key, value in listed.items()
-    } | {_LAYERS: layers - len(dropped)}
+        for key, value in (config | derived).items()
+    } | {_LAYERS: len(stay)}
+    if _FIRST in config:
+        short[_FIRST] = sum(index < config[_FIRST] for index in stay)
+    if (step := config.get(_STEP, 1)) > 1 or config.get(_INDICES):
+        dense = {index for index in range(layers) if (index + 1) % step}.union(
+            config.get(_INDICES) or ()
+        )
+        short[_INDICES] = [number for number, index in enumerate(stay) if index in dense]
+        short[_STEP] = 1
+    return short
 
 
 def renumbered(name: str, dropped: Collection[int]) -> str | None:

@@ -64,7 +64,9 @@ def measure_importances(
                 if site.key in shared:
                     importances[site.key], units[site.key] = _importance(measured, site, run)
             if sensitivity is not None:
-                sensitivity.advance(block, tensors, _repaired(measured, units, run))
+                gone = measured.index in plan.dropped
+                repaired = {} if gone else _repaired(measured, units, run)
+                sensitivity.advance(block, tensors, repaired)
             if progress:
                 progress("allocating", measured.index + 1, len(dense.layout.blocks))
         # Curves of all sites → heights, measured on the way back through the blocks

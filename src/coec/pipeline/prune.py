@@ -152,9 +152,6 @@ def _pruned(
     expect_unchanged(pieces, dense, source)
     calibration = source.begin(pieces, progress)
     seconds.lap("reading text")
-    if not run.plan.decided:
-        run = run.allocated(measure_importances(pieces, dense, source, run, progress))
-        seconds.lap("allocating")
     if count := run.recipe.pruning.drop_blocks:
         if _DROPPED not in pieces:
             windows, _ = source.windows_of_text()
@@ -165,6 +162,9 @@ def _pruned(
             pieces.note(_DROPPED, blocks=chosen, made_of=made_of)
         run = run.without(tuple(pieces.facts(_DROPPED)["blocks"]))
         seconds.lap("choosing blocks")
+    if not run.plan.decided:
+        run = run.allocated(measure_importances(pieces, dense, source, run, progress))
+        seconds.lap("allocating")
     facts: JsonDict = {}
     if run.recipe.reconstruction.sequential:
         checkpoint, facts = reconstruct(pieces, dense, run, source, progress)

@@ -1,6 +1,7 @@
 """The plan: how many units stay and in which format, decided from the configuration alone."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -181,7 +182,7 @@ class Plan:
             plan = Plan._of(self.model, self.recipe, widths)
         except OptionError:  # the widths came out alike, and no stock format holds just these
             plan = Plan._of(self.model, self.recipe, widths, listed=True)
-        return replace(plan, remarks=self.remarks)
+        return replace(plan, remarks=self.remarks, dropped=self.dropped)
 
     @property
     def shared(self) -> tuple[Site, ...]:
@@ -191,7 +192,9 @@ class Plan:
         return tuple(
             site
             for site in self.model.layout.sites
-            if site.key not in listed and not (alike and site.value is not None)
+            if site.key not in listed
+            and site.block not in self.dropped
+            and not (alike and site.value is not None)
         )
 
     def _unused_budget(self) -> int:
@@ -265,7 +268,10 @@ class Plan:
             "dropped_blocks": list(self.dropped),
             "inside": self.model.around.name if self.model.around else None,
             "widths": {
-                name: {"before": _by_block(self.dense, size), "after": _by_block(self.pruned, size)}
+                name: {
+                    "before": _by_block(self.dense, size),
+                    "after": _by_block(self.pruned, size, self.dropped),
+                }
                 for name, size in self._size_names().items()
             },
             "parameters": {"before": before, "after": after},
@@ -276,7 +282,11 @@ class Plan:
         }
 
     def _removed(self, site_kind: str) -> float:
-        sites = [site for site in self.model.layout.sites if site.kind == site_kind]
+        sites = [
+            site
+            for site in self.model.layout.sites
+            if site.kind == site_kind and site.block not in self.dropped
+        ]
         before = sum(site.units for site in sites)
         return (before - sum(map(self.widths.of, filter(self.widths.stays, sites)))) / before
 
@@ -310,9 +320,10 @@ def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
     return ("uniform",) if by_cost else ("uniform", "all")
 
 
-def _by_block(shape: Shape, size: str) -> int | list[int]:
-    """A size in every block: one number where all are alike."""
-    sizes = [getattr(shape.at(index), size) for index in range(shape.layers)]
+def _by_block(shape: Shape, size: str, dropped: Collection[int] = ()) -> int | list[int]:
+    """A size in every block that is not dropped: one number where all are alike."""
+    stay = (index for index in range(shape.layers) if index not in dropped)
+    sizes = [getattr(shape.at(index), size) for index in stay]
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 

@@ -230,13 +230,6 @@ def _check_depth(recipe: Recipe, model: Description) -> None:
             + (f", which are left out here ({why})" if why else "")
             + ": set propagate or reconstruct, or another preset than paper"
         )
-    for what, holds in (
-        ("non_uniform", recipe.pruning.non_uniform),
-        (f"experts ({model.architecture.model_type})", model.architecture.blocks.experts),
-        ("a model of text and images", model.around),
-    ):
-        if holds:
-            raise OptionError(f"drop_blocks is not built for {what}: leave one of them out")
 
 
 def _check_heads(model: Description) -> None:

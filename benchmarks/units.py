@@ -1,0 +1,149 @@
+"""What goes beside channels, at equal parameters: quality on the real model, speed in llama.cpp.
+
+    PYTHONPATH=.venv-gguf .venv/bin/python -m benchmarks.units [--sparsity 0.2 0.3] [--repeats 7]
+
+Every case leaves as many parameters as `fast` does without it. Its rows are made by benchmarks.real,
+with the settings that this prints where they are missing. Speed is that of random models of the
+same sizes, since the time of a product does not depend on its numbers: llama.cpp's q8_0, one
+thread, in turns with the dense model, the best rate over its best. Printed is the table of
+docs/lab/RESULTS.md, saved what was measured.
+"""
+
+import argparse
+import ctypes
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.real_model import folder
+
+BUDGETS = {0.2: 0.889009, 0.3: 0.827348}
+"""Share of the parameters that `fast` leaves of the real model, by sparsity."""
+_THIRD = {"attention_sparsity": 0.33334}
+CASES: dict[str, dict[str, Any]] = {
+    "channels": {},
+    "one of three KV groups, and channels": _THIRD,
+    "one of three heads in every group, and channels": {"attention_units": "heads"} | _THIRD,
+    **{
+        f"{count} of 30 blocks, and channels": {"drop_blocks": count} for count in (1, 2, 3, 4, 6)
+    },
+    "channels by block": {"non_uniform": True},
+    **{
+        f"{count} of 30 blocks, and channels by block": {"drop_blocks": count, "non_uniform": True}
+        for count in (1, 2, 3)
+    },
+}
+"""Settings beside `fast`, by what goes."""
+ROWS = {"channels": ("fast", {}), "channels by block": ("fast, by block", {})}
+"""Cases that are rows of their own in benchmarks.real."""
+
+
+def settings_of(case: str, sparsity: float) -> dict[str, Any]:
+    """Return the settings of a case, with the budget that makes it comparable."""
+    settings = CASES[case]
+    return settings if case in ROWS else settings | {"budget_parameters": BUDGETS[sparsity]}
+
+
+def row_of(case: str, sparsity: float, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return a case's row on the real model, where it was made."""
+    name, besides = ROWS.get(case, ("fast", settings_of(case, sparsity)))
+    named = json.dumps(besides) if besides else ""
+    key = f"cpu|{sparsity}|0|{name}|0|{named}"
+    return next((row for row in rows if row["key"] == key), None)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure the speed of every case, save it, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--sparsity", nargs="+", type=float, default=list(BUDGETS))
+    parser.add_argument("--repeats", type=int, default=15)
+    chosen = parser.parse_args(arguments)
+    rows = record.load("real").get("rows", [])
+    for sparsity in chosen.sparsity:
+        for case in CASES:
+            if row_of(case, sparsity, rows) is None:
+                asked = json.dumps(settings_of(case, sparsity))
+                print(f"missing: benchmarks.real --rows fast --sparsity {sparsity} "
+                      f"--settings '{asked}'")  # fmt: skip
+    found = measured(chosen.sparsity, chosen.repeats)
+    record.save("units", arguments, {"rows": found})
+    print(table(rows, found))
+
+
+def measured(sparsities: list[float], repeats: int) -> list[dict[str, Any]]:
+    """Return llama.cpp's rates, pruned over dense, of the sizes of every case."""
+    import llama_cpp
+    from transformers import AutoConfig
+
+    from benchmarks.gguf_speed import Runner, paired, random_model, written
+    from coec.errors import OptionError
+    from coec.models.depth import without_blocks
+    from coec.models.description import Description
+    from coec.planning import Plan
+    from coec.planning.recipe import Recipe
+
+    silent: Any = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+    model, found = Description.read(folder()), []
+    with tempfile.TemporaryDirectory() as place:
+        config = AutoConfig.for_model(**model.config)
+        whole = written(str(random_model(Path(place) / "dense", config)), "q8_0")
+        for sparsity in sparsities:
+            for case in CASES:
+                settings = settings_of(case, sparsity)
+                if settings.get("non_uniform"):
+                    continue  # its widths follow from the weights
+                recipe = Recipe.or_of(None, {"preset": "fast", "sparsity": sparsity} | settings)
+                try:
+                    plan = Plan.of(model, recipe)
+                except OptionError:  # the blocks alone are more than the budget
+                    continue
+                small = AutoConfig.for_model(**without_blocks(plan.output.config, plan.dropped))
+                path = written(str(random_model(Path(place) / "pruned", small)), "q8_0")
+                dense, pruned = Runner(whole), Runner(path)
+                read, write = paired(dense, pruned, repeats)
+                dense.close()
+                pruned.close()
+                Path(path).unlink()
+                gone = 1 - plan.parameters_after / plan.parameters_before
+                found.append({
+                    "case": case, "sparsity": sparsity, "gone": gone,
+                    "read": asdict(read), "write": asdict(write),
+                })  # fmt: skip
+                print(f"{case}, {sparsity:g}:", f"{best(found[-1]['read']):.3f} {best(found[-1]['write']):.3f}",
+                      flush=True)  # fmt: skip
+    return found
+
+
+def best(rates: dict[str, Any]) -> float:
+    """Return the pruned model's best rate over the dense one's."""
+    return float(rates["pruned"]["greatest"] / rates["dense"]["greatest"])
+
+
+def table(rows: list[dict[str, Any]], speeds: list[dict[str, Any]]) -> str:
+    """Return parameters, KL on both texts and speed of every case of which anything is known."""
+    lines = []
+    for sparsity in BUDGETS:
+        for case in CASES:
+            row = row_of(case, sparsity, rows)
+            speed = next(
+                (s for s in speeds if (s["case"], s["sparsity"]) == (case, sparsity)), None
+            )
+            if row is None:
+                continue
+            rates = ["–", "–"] if speed is None else [
+                f"{best(speed[kind]):.2f}" for kind in ("read", "write")
+            ]  # fmt: skip
+            lines.append([
+                f"{100 * sparsity:.0f} %", case, f"{100 * row['removed']:.1f} %",
+                f"{row['perplexity']:.1f}", f"{row['kl']:.3f}", f"{row['stories_kl']:.3f}", *rates,
+            ])  # fmt: skip
+    head = ["", "what goes", "parameters", "perplexity", "KL", "KL on stories", "reads", "writes"]
+    return record.table(head, lines)
+
+
+if __name__ == "__main__":
+    main()
