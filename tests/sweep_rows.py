@@ -7,7 +7,6 @@ from pathlib import Path
 
 from coec.experiments.files import RESULTS
 from coec.experiments.reporting.frame import frame_of, read_rows
-from coec.experiments.reporting.published import read_published
 from coec.experiments.reporting.sections import Section, of_all_cells, of_grids
 
 MODELS = {"stories260K": 4.6, "babyllama-1M": 21.0, "wt2-llama": 24.0}
@@ -177,18 +176,17 @@ def _one_option(add) -> None:
             add("rescale-ridge", "wt2-llama", 0.3, "rcpu", "coec", options=OPTIONS | own)
 
 
-def sections(folder: Path, rows: list[dict], compare: str | None = None) -> dict[str, Section]:
+def sections(folder: Path, rows: list[dict]) -> dict[str, Section]:
     """The sections of the report on some rows, by their titles."""
     read, _ = read_rows(write(folder, rows))
     cells = frame_of(read)
-    published = None if compare is None else read_published(compare)
-    made = [*of_grids(cells, published), *of_all_cells(read, cells)]
+    made = [*of_grids(cells), *of_all_cells(read, cells)]
     return {section.title: section for section in made}
 
 
-def table(folder: Path, rows: list[dict], title: str, **asked) -> list[list[str]]:
+def table(folder: Path, rows: list[dict], title: str) -> list[list[str]]:
     """Heads and entries of the table of a section, with a star before what is bold."""
-    written = sections(folder, rows, **asked)[title].table.written(str, "*{}".format)
+    written = sections(folder, rows)[title].table.written(str, "*{}".format)
     return [list(written.columns), *written.to_numpy().tolist()]
 
 

@@ -159,7 +159,7 @@ def geometry(here: Path) -> None:
 
 def report(folder: Path) -> None:
     Store(folder)
-    written = write_report(folder, compare="paper")
+    written = write_report(folder)
     assert all(path.stat().st_size for path in written.files)
 
 

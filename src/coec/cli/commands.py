@@ -34,7 +34,7 @@ _EXAMPLES = {
               "coec sweep grid.toml RESULTS --jobs 2"),
     "analyze": ("coec analyze DENSE PRUNED", "coec analyze MODEL --config-only"),
     "methods": ("coec methods", "coec methods --json"),
-    "report": ("coec report RESULTS", "coec report RESULTS --compare paper"),
+    "report": ("coec report RESULTS", "coec report RESULTS --json"),
 }  # fmt: skip
 
 

@@ -165,12 +165,7 @@ def _described(recipe: "Recipe | None") -> str:
     )
 
 
-_COMPARE = CommandFlag(
-    "compare", str, "paper: set the numbers that the paper prints beside ours.", metavar="NAME"
-)
-
-
-@with_flags(_COMPARE, common.JSON)
+@with_flags(common.JSON)
 def report_command(
     out: Annotated[Path, argument("Folder that a sweep wrote to.", "OUT")],
     **flags: Any,
@@ -182,7 +177,7 @@ def report_command(
     from coec.experiments.reporting.report import write_report
 
     interruptible()
-    written = write_report(out, compare=flags["compare"])
+    written = write_report(out)
     figures = [str(path) for path in written.figures]
     paths = {path.suffix[1:]: str(path) for path in written.files}
     # By pandas and back: a NaN becomes null.

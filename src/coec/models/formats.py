@@ -268,56 +268,25 @@ def _rewritten(
     }
 
 
-_K_BLOCK = 256
-"""Weights of a row that K-quants store together."""
-_BLOCK = 32
-"""The same for Q5_0 and Q8_0, which stand in for K-quants where they divide the row; F16 stands in
-where not even these do."""
-_Q4_K_M = {
-    # Half of the blocks' down_proj are Q6_K instead of Q4_K, and so Q8_0 instead of Q5_0.
-    "mlp": ((4.5 + 6.5625) / 2, (5.5 + 8.5) / 2),
-    "attention": (4.5, 5.5),
-}
-"""Bits per weight that llama.cpp's Q4_K_M takes for the consumer of a kind of site: in K-quants,
-and in the types that stand in for them."""
+_K_BLOCK, _BLOCK = 256, 32
+"""Weights of a row that K-quants store together, and Q5_0 and Q8_0 do, which stand in for them
+where they divide the row; F16 stands in where not even these do."""
 
 
-def quantised_bytes(site: Site, units: int, outputs: int) -> float | None:
-    """Return the bytes of a consumer in llama.cpp's Q4_K_M, a mean over blocks.
-
-    None where that says nothing of the width: the dense one is not full itself.
+def stand_in(site: Site, units: int) -> str | None:
+    """Say what llama.cpp stores in the place of K-quants; None where the dense width is no better.
 
     Args:
         site: the kind of site, and `units` the number that it keeps.
-        outputs: rows of the consumer.
-    """
-    if site.kind not in _Q4_K_M or site.columns % _K_BLOCK:
-        return None
-    columns = units * site.columns_per_unit
-    quantised, stand_in = _Q4_K_M[site.kind]
-    # Rows of whole K-blocks; else of whole 32s, in the types that stand in; else F16.
-    bits = 16.0 if columns % _BLOCK else stand_in if columns % _K_BLOCK else quantised
-    return outputs * columns * bits / 8
-
-
-def quantised_cost(site: Site, units: int, outputs: int, blocks: int) -> str | None:
-    """Say how much more a quantised consumer costs than at a full width; None if nothing.
-
-    Args:
-        site: the kind of site, and `units` the number that it keeps.
-        outputs: rows of the consumer.
-        blocks: number of blocks with such a site.
     """
     columns = units * site.columns_per_unit
-    stored = quantised_bytes(site, units, outputs)
-    if stored is None or columns % _K_BLOCK == 0:
+    if site.routed or site.columns % _K_BLOCK or columns % _K_BLOCK == 0:
         return None
     stored_as = "F16" if columns % _BLOCK else "Q5_0 and Q8_0"
-    extra = blocks * (stored - outputs * columns * _Q4_K_M[site.kind][0] / 8)
     module = site.consumer.rpartition(".")[2]
     advice = "; multiple_of = 256 rounds up" if site.value is None else ""
     slow = "" if columns % 8 == 0 else ", and matrix units of GPUs want multiples of 8 at least"
     return (
-        f"{module} reads {columns:,} columns, no multiple of {_K_BLOCK}: llama.cpp's Q4_K_M stores "
-        f"it as {stored_as}, {extra / 1e6:,.1f} MB more{slow}{advice}"
+        f"{module} reads {columns:,} columns, no multiple of {_K_BLOCK}: llama.cpp stores it as "
+        f"{stored_as} in the place of K-quants{slow}{advice}"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from coec.allocation.widths import OF_EXPERTS, Widths, parameters
 from coec.compensation.shrinkage import PLENTY, enough, few
 from coec.models.description import Description
-from coec.models.formats import quantised_bytes, quantised_cost
+from coec.models.formats import stand_in
 from coec.models.layout import Site
 from coec.planning.recipe import Recipe
 from coec.selection import kept_count
@@ -114,7 +114,7 @@ def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]
             widths.of(alike) for alike in model.layout.sites if alike.kind == site.kind
         )
         usual, blocks = counts.most_common(1)[0]
-        if cost := quantised_cost(site, usual, model.shapes[site.weight][0], blocks):
+        if cost := stand_in(site, usual):
             costs.append(cost)
         sparsity = pruning.removed(site.kind)
         if not sparsity or (kept is not None and site.key in kept.units):
@@ -145,12 +145,8 @@ def _rounding(
     if (pruning.multiple == 1 and not several) or width <= by_fraction:
         return
     more = blocks * (width - by_fraction) * parameters(site, model.shapes)
-    outputs = model.shapes[site.weight][0]
-    without, stored = (quantised_bytes(site, n, outputs) for n in (by_fraction, width))
-    saved = blocks * (without - stored) / 1e6 if without and stored else 0.0
     yield (
         f"multiple_of = {pruning.multiple_of} rounds {by_fraction:,} {site.unit}s up to {width:,}"
         + f", which {pruning.tensor_parallel} GPUs divide" * several
         + f": {more / 1e6:,.1f}M parameters more"
-        + (f", {saved:,.1f} MB less of {site.consumer.rpartition('.')[2]} in Q4_K_M" * (saved > 0))
     )

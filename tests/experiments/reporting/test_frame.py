@@ -3,10 +3,9 @@
 import pytest
 
 import sweep_rows as sr
-from coec.errors import OptionError, ResultsError
+from coec.errors import ResultsError
 from coec.experiments.files import RESULTS
 from coec.experiments.reporting.frame import axes_of, frame_of, of_grid, read_rows
-from coec.experiments.reporting.published import read_published, with_published
 from outcomes import one_line
 
 
@@ -152,52 +151,3 @@ def test_texts_of_one_name_in_two_folders_are_two_texts(tmp_path):
     rows = [cell(9.0 + n, calibration=f"{n}/train.txt") for n in (1, 2)]
     lines = sr.table(tmp_path, rows, "Grid g")
     assert [line[2] for line in lines] == ["Calibration", "1/train.txt", "2/train.txt"]
-
-
-def printed(folder, *place):
-    cells = with_published(frame(folder, [sr.row(*place)]), read_published("paper"))
-    return cells["published_perplexity"][0]
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("Llama-3.1-8B", 0.3, "flap", "bias"), 11.89),  # 28.74 in a later draft
-        (("meta-llama/Meta-Llama-3-70B", 0.1, "rcpu", "coec"), 3.72),
-        (("Qwen/qwen2.5-32b", 0.2, "wanda-sp", "none"), 12.56),
-        (("meta-llama/Llama-2-7b-hf", 0.3, "rcpu", "coec"), 7.21),
-        (("Qwen/Qwen2.5-7B-Instruct", 0.3, "rcpu", "coec"), None),
-        (("Llama-3.1-8B", 0.25, "rcpu", "coec"), None),
-    ],
-)
-def test_a_model_is_found_by_its_hub_name(place, value, tmp_path):
-    number = printed(tmp_path, *place)
-    assert number == value or (value is None and number != number)
-
-
-def test_ours_stands_beside_the_papers_in_their_grid_with_the_protocol(tmp_path):
-    row = cell(11.5, "meta-llama/Llama-3.1-8B") | {"grids": ["main", "g"]}
-    assert sr.table(tmp_path, [row], "Grid main", compare="paper") == [
-        ["Model", "Method", "Perplexity, 30 %", "Published perplexity, 30 %",
-         "Published zero-shot, %, 30 %"],
-        ["meta-llama/Llama-3.1-8B", "rcpu + coec", "11.50", "10.91", "50.2"],
-    ]  # fmt: skip
-    made = sr.sections(tmp_path, [row], compare="paper")
-    assert "windows of 4096 tokens" in made["Grid main"].sentence
-    assert list(made["Grid g"].table.texts)[2:] == ["Perplexity, 30 %"]
-    assert len(sr.table(tmp_path, [row], "Grid main")[0]) == 3
-
-
-def test_other_names_than_the_papers_are_refused():
-    with pytest.raises(OptionError, match="no published numbers 'x': there is paper"):
-        read_published("x")
-
-
-def test_the_papers_claim_follows_from_its_numbers():
-    """Table 1: of Llama-3, 3.1 and Qwen2.5, COEC's gap to RCPU grows: 0.06, 0.20, 0.25."""
-    gaps = [
-        sum(table["values"]["rcpu"]["coec"]) / 6 - sum(table["values"]["rcpu"]["rcpu"]) / 6
-        for table in read_published("paper")["comparison"]
-        if table["metric"] == "perplexity" and "Llama-3-70B" in table["models"]
-    ]
-    assert gaps == pytest.approx([-0.06, -0.20, -0.25], abs=0.011)

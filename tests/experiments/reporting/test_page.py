@@ -21,7 +21,7 @@ def page_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     script = {"error": "<script>throw 1</script>", "status": "failed"}
     rows = [*sr.sweep(), sr.row("wt2-llama", 0.4, "flap", "bias", grids=["main"]) | script]
-    return write_report(sr.write(folder, rows), compare="paper").files[3]
+    return write_report(sr.write(folder, rows)).files[3]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ TABLE = Table(
     DataFrame([[NASTY, "1.00"], ["n", "failed"]], columns=["Name", "a|b"]),
     DataFrame([[False, True], [False, False]], columns=["Name", "a|b"]),
 )
-SECTIONS = [Section("S & T", TABLE, {"f": {"svg": b"<svg/>", "pdf": b"%PDF"}}, "A_sentence.")]
+SECTIONS = [Section("S & T", TABLE, {"f": {"svg": b"<svg/>", "pdf": b"%PDF"}})]
 
 
 def test_markdown_tables_are_tables():
@@ -24,7 +24,7 @@ def test_markdown_tables_are_tables():
     assert [row[1] for row in table[2:]] == ["**1.00**", "failed"]
     assert "100% of a\\_b & c#1" in text
     assert "\\<y\\> \\|z\\|" in text
-    assert "\n## S & T\n\nA\\_sentence.\n\n![f](figures/f.svg)\n\n| Name" in text
+    assert "\n## S & T\n\n![f](figures/f.svg)\n\n| Name" in text
 
 
 def balanced(text):
@@ -56,8 +56,8 @@ def test_latex_is_balanced_and_escaped():
 
 
 def test_every_row_of_a_whole_report_has_its_columns(tmp_path):
-    sections = sr.sections(tmp_path, sr.sweep(), compare="paper").values()
-    named = [Section(s.title, s.table, {}, s.sentence) for s in sections]
+    sections = sr.sections(tmp_path, sr.sweep()).values()
+    named = [Section(s.title, s.table) for s in sections]
     text = latex("Done.", named)
     balanced(text)
     tables = re.findall(r"\\begin\{tabular\}\{([lr]+)\}(.*?)\\end", text, re.DOTALL)

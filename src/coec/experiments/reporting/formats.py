@@ -24,7 +24,7 @@ def markdown(summary: str, sections: Sequence[Section]) -> str:
     for section in sections:
         table = section.table.written(_md, "**{}**".format)
         blocks += [
-            f"## {_md(section.title)}", _md(section.sentence),
+            f"## {_md(section.title)}",
             *(f"![{name}](figures/{name}.svg)" for name in section.figures),
             table.to_markdown(index=False, disable_numparse=True),
         ]  # fmt: skip
@@ -38,7 +38,7 @@ def latex(summary: str, sections: Sequence[Section]) -> str:
         table = section.table.written(_tex, r"\textbf{{{}}}".format)
         size = r"width=\linewidth,height=0.8\textheight,keepaspectratio"
         blocks += [
-            rf"\section*{{{_tex(section.title)}}}", _tex(section.sentence),
+            rf"\section*{{{_tex(section.title)}}}",
             *(rf"\includegraphics[{size}]{{figures/{name}.pdf}}" for name in section.figures),
             rf"\fitted{{{table.to_latex(index=False, escape=False).strip()}}}",
         ]  # fmt: skip
@@ -55,7 +55,6 @@ def html(summary: str, sections: Sequence[Section]) -> str:
     blocks = [f"<p>{summary}</p>"]
     for section in sections:
         blocks.append(f"<h2>{escape(section.title)}</h2>")
-        blocks += [f"<p>{escape(section.sentence)}</p>"] if section.sentence else []
         for name, files in section.figures.items():
             data = b64encode(files["svg"]).decode()
             blocks.append(scrolled(f'<img alt="{name}" src="data:image/svg+xml;base64,{data}">'))

@@ -25,9 +25,7 @@ class Metric(NamedTuple):
 
 METRICS = {
     "perplexity": Metric("Perplexity", 2, "min"),
-    "published_perplexity": Metric("Published perplexity", 2),
     "zero_shot": Metric("Zero-shot, %", 1, "max"),
-    "published_zero_shot": Metric("Published zero-shot, %", 1),
     "kl": Metric("KL, nats", 3, "min"),
     "agreement": Metric("Agreement, %", 1, "max"),
     "error": Metric("Error", 4),

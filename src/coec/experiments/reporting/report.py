@@ -27,18 +27,15 @@ class WrittenReport:
     figures: tuple[Path, ...]
 
 
-def write_report(folder: str | Path, *, compare: str | None = None) -> WrittenReport:
+def write_report(folder: str | Path) -> WrittenReport:
     """Read `folder/results.jsonl`, and write report.csv, .md, .tex and .html beside it.
 
     Figures are in the page, and in `folder/figures` as PDF and SVG. Everything is made before the
     first file is written, and each file appears by one rename.
 
-    Args:
-        compare: published numbers of that name stand beside ours.
-
     Raises:
         ResultsError: the results cannot be read.
-        OptionError: a library of the report is not installed, or no numbers have that name.
+        OptionError: a library of the report is not installed.
         OutputError: the folder cannot be written.
     """
     for library in ("pandas", "tabulate", "matplotlib", "jinja2"):  # pandas needs two of them
@@ -49,15 +46,13 @@ def write_report(folder: str | Path, *, compare: str | None = None) -> WrittenRe
             raise OptionError(message) from None
     from coec.experiments.reporting import formats
     from coec.experiments.reporting.frame import frame_of, read_rows
-    from coec.experiments.reporting.published import read_published
     from coec.experiments.reporting.sections import of_all_cells, of_grids
 
     # Rows → frame → sections → texts and figures, all made before a file is written
     folder = Path(folder)
-    published = None if compare is None else read_published(compare)
     rows, torn = read_rows(folder)
     cells = frame_of(rows)
-    sections = [*of_grids(cells, published), *of_all_cells(rows, cells)]
+    sections = [*of_grids(cells), *of_all_cells(rows, cells)]
     failed = sum(row.status == "failed" for row in rows)
     summary = f"{len(rows) - failed} cells done, {failed} failed."
     if torn:

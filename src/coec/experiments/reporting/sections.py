@@ -10,7 +10,6 @@ from pandas import DataFrame, Series
 
 from coec.experiments.reporting.figures import draw
 from coec.experiments.reporting.frame import Table, averages, axes_of, of_grid, table_of
-from coec.experiments.reporting.published import protocol, with_published
 from coec.experiments.rows import NO_REASON, SETTING_NAMES, Row
 
 _DRAWN = ("perplexity", "zero_shot")
@@ -20,35 +19,27 @@ _VARIES = "varies"
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, a sentence, figures by the name of their file, and a table."""
+    """A heading, figures by the name of their file, and a table."""
 
     title: str
     table: Table
     figures: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
-    sentence: str = ""
 
 
-def of_grids(cells: DataFrame, published: Mapping[str, Any] | None) -> Iterator[Section]:
-    """Yield a section for every grid in the order of the rows; what varies makes its lines.
-
-    Args:
-        published: numbers to set beside ours in the section of their grid.
-    """
+def of_grids(cells: DataFrame) -> Iterator[Section]:
+    """Yield a section for every grid in the order of the rows; what varies makes its lines."""
     # Grids in the order of their first rows
     grids = dict.fromkeys(name for names in cells["grids"] for name in names)
     for number, grid in enumerate(grids, 1):
-        members, sentence = of_grid(cells, grid), ""
+        members = of_grid(cells, grid)
         if members.empty:
             continue
-        if published is not None and published["grid"] == grid:
-            members = with_published(members, published)
-            sentence = protocol(published)
         axes = axes_of(members)
         lines = averages(members, axes)
         stem = "-".join([str(number), *re.findall(r"[a-z0-9]+", grid.lower())])[:80]
         figures = {f"{stem}-{name}": draw(lines, axes, name) for name in _DRAWN}
         figures = {name: files for name, files in figures.items() if files}
-        yield Section(f"Grid {grid}", table_of(lines, axes), figures, sentence)
+        yield Section(f"Grid {grid}", table_of(lines, axes), figures)
 
 
 def of_all_cells(rows: Sequence[Row], cells: DataFrame) -> Iterator[Section]:
