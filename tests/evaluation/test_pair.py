@@ -58,7 +58,7 @@ def test_a_folder_that_coec_did_not_write(name, dense, pruned):
     ("changes", "match"),
     [
         ({"vocab_size": 310}, "vocabulary 310 in DENSE, 300 in PRUNED"),
-        ({"num_hidden_layers": 3}, "blocks 3 in DENSE, 2 in PRUNED"),
+        ({"num_hidden_layers": 3}, "blocks that stay 3 in DENSE, 2 in PRUNED"),
         ({"hidden_size": 48}, "hidden size 48 in DENSE, 32 in PRUNED"),
         ({"head_dim": 6}, "head size 6 in DENSE, 4 in PRUNED"),
         ({"num_key_value_heads": 8}, "query heads per KV group 1 in DENSE, 2 in PRUNED"),

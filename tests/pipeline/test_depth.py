@@ -204,7 +204,7 @@ def test_positions_that_a_class_leaves_out_by_number_stay(tokens):
 
 REFUSED = {
     "too many": ({"drop_blocks": 4}, "this model has 5 blocks, drop at most 3"),
-    "paper": ({"drop_blocks": 1, "preset": "paper"}, "or another preset than paper"),
+    "paper": ({"drop_blocks": 1, "preset": "paper"}, r"or reconstruct \(preset = balanced does\)"),
     "budget": (
         {"drop_blocks": 3, "budget_parameters": 0.9},
         "drop_blocks = 3 alone leaves fewer parameters than budget_parameters",
@@ -220,10 +220,12 @@ def test_what_cannot_be_is_refused(name, tokens, tmp_path):
         coec.prune(model, tmp_path / "out", **{"calibration": tokens, "preset": "fast"} | changes)
 
 
-def test_a_model_of_fewer_blocks_is_trained_and_exported(tokens, tmp_path):
+def test_a_model_of_fewer_blocks_is_compared_trained_and_exported(tokens, tmp_path):
     model = deep("llama", tmp_path / "dense")
     settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}
-    coec.prune(model, tmp_path / "out", **settings, drop_blocks=2)
+    report = coec.prune(model, tmp_path / "out", **settings, drop_blocks=2)
+    compared = {int(row["module"].split(".")[2]) for row in coec.geometry(model, tmp_path / "out")}
+    assert compared == set(range(5)) - set(report.plan["dropped_blocks"])
     coec.recover(
         model, tmp_path / "out", tmp_path / "trained", text=tokens, tokens=2048, seq_len=32,
         learning_rate=3e-3, batch_size=8,

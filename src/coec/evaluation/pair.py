@@ -3,7 +3,7 @@
 One in memory may be any that transformers loads: quantised, with an adapter, of any architecture.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,9 @@ class ModelPair:
     """A dense model and the one pruned from it, checked to belong together.
 
     Attributes:
-        layout: the dense model's, without the experts that went whole.
+        layout: the dense model's, without the blocks and experts that went whole.
         units: the kept units of every site of it, by `layers.<i>.<site>`.
-        smaller: the pruned model's sites, by the same keys: its experts have new numbers.
+        smaller: the pruned model's sites, by the same keys: its blocks and experts have new numbers.
         trained: true if all weights of a block were trained (`reconstruct`, `recover`), and are
             no copies any more.
     """
@@ -122,8 +122,11 @@ class ModelPair:
                     f"no {name} in '{folder}': PRUNED must be a folder that `coec prune` wrote"
                 )
         report = read_config(folder / REPORT)
-        recipe = report.get("recipe")
-        recipe = recipe if isinstance(recipe, dict) else {}
+        recipe, plan = (
+            part if isinstance(part := report.get(name), dict) else {}
+            for name in ("recipe", "plan")
+        )
+        dropped = frozenset(plan.get("dropped_blocks") or ())
         counted = recipe.get("attention_units", "groups")
         before, after = (
             Dense.open(model).counted_in(counted)
@@ -133,10 +136,10 @@ class ModelPair:
             )
         )
         # A mismatch is reported before damaged weights.
-        _check_sizes(folder, before, after)
+        _check_sizes(folder, before, after, len(dropped))
         stored = read_tensors(folder / KEPT)
-        # Sites of both models side by side: those of the dense one without the experts that went
-        layout = _remaining(folder, before.layout, after.layout, stored)
+        # Sites of both models side by side: those of the dense one without blocks and experts that went
+        layout = _remaining(folder, before.layout, after.layout, stored, dropped)
         smaller = {a.key: b for a, b in zip(layout.sites, after.layout.sites, strict=True)}
         units = _units(folder, layout, smaller, stored)
         trained = bool(report.get("recoveries")) or bool(recipe.get("reconstruct"))
@@ -205,11 +208,11 @@ def _dense_model(folder: Path, report: JsonDict) -> Path:
     )
 
 
-def _check_sizes(folder: Path, dense: Dense, pruned: Dense) -> None:
+def _check_sizes(folder: Path, dense: Dense, pruned: Dense, dropped: int) -> None:
     old, new = dense.shape, pruned.shape
     sizes = {
         "vocabulary": (dense.vocabulary, pruned.vocabulary),
-        "blocks": (old.layers, new.layers),
+        "blocks that stay": (old.layers - dropped, new.layers),
         "hidden size": (old.hidden, new.hidden),
         "head size": (old.head_dim, new.head_dim),
     }
@@ -230,10 +233,18 @@ def _within(site: Site, rows: Rows) -> str:
     return rows.tensor.removeprefix(site.consumer.rpartition(".")[0])
 
 
-def _remaining(folder: Path, before: Layout, after: Layout, stored: Mapping[str, Tensor]) -> Layout:
-    """Return the dense layout without the experts that went; ModelError for another number."""
+def _remaining(
+    folder: Path,
+    before: Layout,
+    after: Layout,
+    stored: Mapping[str, Tensor],
+    dropped: Collection[int],
+) -> Layout:
+    """Return the dense layout without what went whole; ModelError for another number of experts."""
     blocks = []
     for block in before.blocks:
+        if block.index in dropped:
+            continue
         experts = stored.get(block.experts_key)
         if block.router is not None and experts is not None:
             kept = _kept_set(folder, block.experts_key, experts, block.router.stop)

@@ -228,7 +228,7 @@ def _check_depth(recipe: Recipe, model: Description) -> None:
         raise OptionError(
             "drop_blocks needs blocks that are solved on the states of the pruned model"
             + (f", which are left out here ({why})" if why else "")
-            + ": set propagate or reconstruct, or another preset than paper"
+            + ": set propagate or reconstruct (preset = balanced does)"
         )
 
 
