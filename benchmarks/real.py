@@ -444,13 +444,13 @@ def _cells(own: list[dict[str, Any]], base: dict[int, dict[str, Any]], clock: st
     perplexity, kl, spent = (sum(r[v] for r in own) / len(own) for v in ("perplexity", "kl", clock))
     both = [r for r in own if r["seed"] in base]
     ratios = [
-        sum(r[value] / base[r["seed"]][value] for r in both) / len(both) if both else float("nan")
-        for value in ("kl", clock)
+        f"{sum(r[v] / base[r['seed']][v] for r in both) / len(both):.2f}" if both else "–"
+        for v in ("kl", clock)
     ]
     spread = max(r["kl"] for r in own) - min(r["kl"] for r in own)
     cells = [
         f"{perplexity:.2f}", f"{kl:.3f}" + (f" (±{spread / 2:.3f})" if len(own) > 1 else ""),
-        f"{ratios[0]:.2f}", f"{spent:.0f}", f"{ratios[1]:.2f}",
+        ratios[0], f"{spent:.0f}", ratios[1],
     ]  # fmt: skip
     second = [r for r in own if "stories_kl" in r]
     for name, digits in (("stories_perplexity", 2), ("stories_kl", 3)):

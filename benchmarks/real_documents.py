@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import record, units
 from benchmarks.real import ABLATION, BASELINE, DENSE, STARTS, TRAININGS, tables
 
 README = (
@@ -73,6 +73,9 @@ def documents(rows: Rows) -> dict[str, dict[str, str]]:
     blocks = {
         "real": every, "real main": main_table(rows), "real ablation": ablation(rows),
         "real gpu": tables(record.load("real").get("rows", []), "gpu").strip(),
+        "real units": units.table(
+            record.load("real").get("rows", []), record.load("units").get("rows", [])
+        ),
     }  # fmt: skip
     return {
         "README.md": {"real": readme(rows)}, "docs/lab/RESULTS.md": blocks,

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.venv-gguf .venv/bin/python -m benchmarks.units [--sparsity 0.2 0.3] [--repeats 7]
 
-Every case leaves as many parameters as `fast` does without it. Its rows are made by benchmarks.real,
-with the settings that this prints where they are missing. Speed is that of random models of the
-same sizes, since the time of a product does not depend on its numbers: llama.cpp's q8_0, one
+Every case leaves as many parameters as `fast` does without it. benchmarks.real makes its rows, with
+the settings that this prints where they are missing. Speed is that of random models of the same
+sizes, since the time of a product does not depend on its numbers: llama.cpp's q8_0, one
 thread, in turns with the dense model, the best rate over its best. Printed is the table of
 docs/lab/RESULTS.md, saved what was measured.
 """
@@ -27,9 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "channels": {},
     "one of three KV groups, and channels": _THIRD,
     "one of three heads in every group, and channels": {"attention_units": "heads"} | _THIRD,
-    **{
-        f"{count} of 30 blocks, and channels": {"drop_blocks": count} for count in (1, 2, 3, 4, 6)
-    },
+    **{f"{count} of 30 blocks, and channels": {"drop_blocks": count} for count in (1, 2, 3, 4, 6)},
     "channels by block": {"non_uniform": True},
     **{
         f"{count} of 30 blocks, and channels by block": {"drop_blocks": count, "non_uniform": True}
@@ -113,8 +111,8 @@ def measured(sparsities: list[float], repeats: int) -> list[dict[str, Any]]:
                     "case": case, "sparsity": sparsity, "gone": gone,
                     "read": asdict(read), "write": asdict(write),
                 })  # fmt: skip
-                print(f"{case}, {sparsity:g}:", f"{best(found[-1]['read']):.3f} {best(found[-1]['write']):.3f}",
-                      flush=True)  # fmt: skip
+                rates = (f"{best(found[-1][kind]):.3f}" for kind in ("read", "write"))
+                print(f"{case}, {sparsity:g}:", *rates, flush=True)
     return found
 
 

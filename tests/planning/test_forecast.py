@@ -44,7 +44,7 @@ def names(folder, **settings):
     return [phase.name for phase in Forecast.of(plan, how).phases]
 
 
-def test_phases_are_those_of_the_run(folder):
+def test_phases_are_those_of_the_run(folder, tmp_path):
     assert names(folder) == [
         "checking", "calibrating", "solving attention", "solving mlp", "writing",
     ]  # fmt: skip
@@ -58,6 +58,10 @@ def test_phases_are_those_of_the_run(folder):
         "predicting",
     ]  # fmt: skip
     assert "allocating" in names(folder, allocation="adaptive", non_uniform=True)
+    deep = {"preset": "fast", "bos": "off", "drop_blocks": 1, "non_uniform": True}
+    raw = tm.raw_config("llama", num_hidden_layers=4)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert names(tmp_path, **deep)[1:4] == ["choosing blocks", "allocating", "passes"]
 
 
 def memory(forecast):

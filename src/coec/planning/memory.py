@@ -133,6 +133,10 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         "block's weights": max(models * block, embedding)
         * (stored + forward if compute.device == "cpu" else forward),
         "hidden states": _waiting_tokens(plan) * plan.dense.hidden * forward,
+        "states without a block": plan.dense.layers
+        * tried_tokens(plan)
+        * plan.dense.hidden
+        * forward,
         "consumers": _pruned_consumers(plan) * forward,
         "forward pass": batch * per_token,
         "statistics": sums * _grams(plan, layout.sites) + 8 * widest**2,

@@ -20,6 +20,7 @@ _STREAM = (*_PROCESS, "block's weights", "hidden states", "forward pass", "stati
 _SOLVE = (*_PROCESS, "hidden states", "Grams", "weight", "solver", "decomposition")
 _FIT = (*_PROCESS, "block's weights", "hidden states", "fit")
 _ALLOCATE = (*_STREAM, "consumers", "Grams", "weight", "solver", "decomposition", "logits")
+_CHOOSE = (*_PROCESS, "block's weights", "states without a block", "logits")
 _PREDICT = (*_PROCESS, "hidden states", "logits")
 _DESCENT = 1600
 """Operations of a descent of COEC over b²k: about 25 steps, as small trained models take."""
@@ -58,6 +59,10 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
     if calibration.own and not compute.measured:
         sampling = _forward(plan, plan.tokens) + _head(plan, plan.tokens)
         add("sampling text", (*_PROCESS, "whole model"), sampling)
+    if dropped := plan.recipe.pruning.drop_blocks:  # through half of the blocks on the average
+        layers, tokens = plan.dense.layers, tried_tokens(plan)
+        each = _forward(plan, tokens) / 2 + _head(plan, tokens)
+        add("choosing blocks", _CHOOSE, dropped * layers * each)
     # Widths by block need a dense pass of their own, and every block solved once.
     if not plan.decided:
         allocating = _dense_pass(plan) + sum(solved.values())
