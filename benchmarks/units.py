@@ -35,7 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 """Settings beside `fast`, by what goes."""
-ROWS = {"channels": ("fast", {}), "channels by block": ("fast, by block", {})}
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "channels": ("fast", {}),
+    "channels by block": ("fast, by block", {}),
+}
 """Cases that are rows of their own in benchmarks.real."""
 
 
@@ -94,9 +97,8 @@ def measured(sparsities: list[float], repeats: int) -> list[dict[str, Any]]:
                 settings = settings_of(case, sparsity)
                 if settings.get("non_uniform"):
                     continue  # its widths follow from the weights
-                recipe = Recipe.or_of(None, {"preset": "fast", "sparsity": sparsity} | settings)
                 try:
-                    plan = Plan.of(model, recipe)
+                    plan = Plan.of(model, Recipe(preset="fast", sparsity=sparsity, **settings))
                 except OptionError:  # the blocks alone are more than the budget
                     continue
                 small = AutoConfig.for_model(**without_blocks(plan.output.config, plan.dropped))
@@ -106,13 +108,11 @@ def measured(sparsities: list[float], repeats: int) -> list[dict[str, Any]]:
                 dense.close()
                 pruned.close()
                 Path(path).unlink()
+                rates = {"read": asdict(read), "write": asdict(write)}
                 gone = 1 - plan.parameters_after / plan.parameters_before
-                found.append({
-                    "case": case, "sparsity": sparsity, "gone": gone,
-                    "read": asdict(read), "write": asdict(write),
-                })  # fmt: skip
-                rates = (f"{best(found[-1][kind]):.3f}" for kind in ("read", "write"))
-                print(f"{case}, {sparsity:g}:", *rates, flush=True)
+                found.append({"case": case, "sparsity": sparsity, "gone": gone, **rates})
+                ratios = (f"{best(rate):.3f}" for rate in rates.values())
+                print(f"{case}, {sparsity:g}:", *ratios, flush=True)
     return found
 
 
