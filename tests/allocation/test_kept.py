@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import coec
+import tiny_models as tm
 from coec.allocation.kept import KEPT, KeptUnits
 from coec.errors import OptionError, UnfinishedError
 from coec.experiments.grid import expand
@@ -283,3 +284,18 @@ def test_a_grid_names_files_and_knows_them_by_their_content(dense, tokens, tmp_p
     shutil.copy("two.json", "one.json")
     with pytest.raises(coec.CoecError, match="the kept units of 'model' is another one than"):
         sweep(cells, tmp_path / "rows")
+
+
+def test_a_folder_says_what_its_units_are(dense, tokens, tmp_path):
+    settings = {"calibration": tokens, "samples": 8, "seq_len": 32, "preset": "paper",
+                "compensation": "none"}  # fmt: skip
+    coec.prune(dense, tmp_path / "heads", attention_units="heads", sparsity=0.5, **settings)
+    again = coec.prune(
+        dense, tmp_path / "again", attention_units="auto", kept=tmp_path / "heads", **settings
+    )
+    assert again.recipe["attention_units"] == "heads"
+    assert tm.same_weights(tmp_path / "heads", tmp_path / "again")
+    with pytest.raises(
+        OptionError, match="keeps query heads: set attention_units = heads, or auto"
+    ):
+        coec.prune(dense, tmp_path / "no", kept=tmp_path / "heads", **settings)

@@ -104,6 +104,36 @@ def test_what_attention_loses_may_be_left_to_the_model(heads, kv_heads, sparsity
     )
 
 
+@pytest.mark.parametrize("settings", [{"sparsity": 0.5}, {"budget_parameters": 0.97}])
+def test_heads_are_taken_only_where_they_serve_better(settings):
+    """Half of eight groups divide as eight do; of 3 % of the parameters nothing is attention's."""
+    found = plan(LLAMA_8B, attention_units="auto", preset="fast", **settings)
+    assert found.recipe.pruning.attention_units == "groups"
+
+
+def test_what_is_to_stay_whole_is_not_divided():
+    odd = tm.raw_config(intermediate_size=42)
+    assert plan(odd, tensor_parallel=4, attention_sparsity=0).pruned.ffn == 32
+    with pytest.raises(OptionError, match="over tensor_parallel = 4 GPUs, .* mlp_sparsity = 0"):
+        plan(odd, tensor_parallel=4, mlp_sparsity=0)
+
+
+def test_groups_that_gpus_need_cost_no_channels():
+    settings = {"sparsity": 0.3, "tensor_parallel": 8, "preset": "paper"}
+    uniform, whole = (plan(LLAMA_8B, **settings, kv_groups=n) for n in ("uniform", "all"))
+    assert uniform.pruned.kv_heads == 8
+    assert uniform.pruned == whole.pruned
+    note = next(n for n in uniform.notes if "attention" in n)
+    assert note.startswith("nothing is removed at attention: tensor_parallel = 8 divides no fewer")
+
+
+def test_notes_under_a_budget_are_of_what_it_came_to():
+    found = plan(LLAMA_8B, preset="fast", budget_parameters=0.97)
+    assert found.sparsity < 0.06
+    assert any(n.startswith("nothing is removed at attention: 0.05") for n in found.notes)
+    assert not any("rounds 10,036" in n for n in found.notes)  # what 0.3 would keep
+
+
 def test_query_heads_stay_alike_in_every_group():
     found = plan(LLAMA_8B, sparsity=0.3, attention_units="heads")
     assert (found.pruned.kv_heads, found.pruned.group) == (8, 3)

@@ -268,8 +268,8 @@ REFUSED = {
     "query heads that went alone": (
         "attention", copied, query_rows([row for row in range(32) if row // 4 not in (2, 5)]),
         r"model.layers.1.self_attn.q_proj in 'PRUNED' has 6 query heads for 4 KV heads \(of the "
-        r"dense model's \[0, 1, 3, 4, 6, 7\]\): query heads were removed alone, and coec removes "
-        "whole KV groups of 2 query heads",
+        r"dense model's \[0, 1, 3, 4, 6, 7\]\): query heads were removed alone, and units are "
+        "matched as whole KV groups of 2 query heads",
     ),
     "query heads that are masked alone": (
         "attention", copied, rows_changed("o_proj.weight", lambda tensor: tensor[:, 12:16].zero_()),

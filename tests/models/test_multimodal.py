@@ -156,6 +156,19 @@ def test_a_block_less_with_an_image_too(kind, tokens, tmp_path):
     torch.testing.assert_close(logits(loaded), logits(expected), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_of_memory_counts_what_is_around(kind, models, tokens, tmp_path):
+    whole = (models[kind] / "model.safetensors").stat().st_size
+    allowed = f"{0.85 * whole / 1000:.0f}kB"
+    settings = SETTINGS | {"calibration": tokens, "attention_sparsity": 0, "compensation": "none"}
+    settings |= {"dtype": "float32", "context": 1, "budget_memory": allowed}
+    settings.pop("sparsity")
+    coec.prune(models[kind], tmp_path / "out", **settings)
+    tensors = load_file(tmp_path / "out/model.safetensors").values()
+    cache = 2 * 2 * 4 * 4 * 4  # keys and values of a token in both blocks
+    assert 0.75 * whole < sum(t.nbytes for t in tensors) + cache <= 0.85 * whole + 500
+
+
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
 def test_repairs_and_shards(preset, models, tokens, tmp_path, monkeypatch):
     settings = {**SETTINGS, "preset": preset, "calibration": tokens, "dtype": "float32"}

@@ -265,7 +265,7 @@ def test_a_budget_beside_a_share_of_one_kind(dense, tokens):
 REFUSED = {
     "adaptive": ({"allocation": "adaptive"}, "set non_uniform to write code beside the weights"),
     "uneven": ({"kept": OWN}, "the widths of attention in 'mapping' differ by block .1 to 3."),
-    "large budget": ({"budget_parameters": 10**6}, "is no less than the model's 33,184"),
+    "large budget": ({"budget_parameters": 10**6}, "is no less than the 33,184 that the model has"),
     "small budget": ({"budget_parameters": 100}, "= 100 cannot be met: 21,088 parameters are left"),
     "budget of the MLP alone": (
         {"budget_parameters": 25_000, "kv_groups": "all"},

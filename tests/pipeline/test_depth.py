@@ -1,5 +1,8 @@
 """Whole blocks left out: which, what is written, what it computes, what is refused."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -143,6 +146,38 @@ def test_depth_and_widths_by_block_under_one_budget(tokens, tmp_path):
     torch.testing.assert_close(tm.logits(loaded), tm.logits(expected), rtol=0, atol=1e-8)
 
 
+@pytest.mark.parametrize("variant", ["llama", "qwen3_moe mixed"])
+def test_a_budget_holds_whatever_blocks_go(variant, tokens, tmp_path):
+    """Those without experts are much smaller, and which go is known late."""
+    model = deep(variant, tmp_path / "dense", layers=6)
+    raw = json.loads((model / "config.json").read_text())
+    if "mlp_only_layers" in raw:
+        shutil.rmtree(model)
+        changes = {"num_hidden_layers": 6, "mlp_only_layers": [0, 1, 2, 3]}
+        model = tm.save(tm.tiny(variant, **changes), model)
+    settings = {**DEPTH, "calibration": tokens, "preset": "balanced", "reconstruct": 1}
+    settings |= {"propagate": False, "compensation": "none", "multiple_of": 1}
+    report = coec.prune(model, tmp_path / "out", **settings, drop_blocks=2, budget_parameters=0.6)
+    share = Dense.open(tmp_path / "out").parameters / Dense.open(model).parameters
+    assert 0.5 < share <= 0.6
+    assert report.plan["parameters"]["after"] == Dense.open(tmp_path / "out").parameters
+
+
+@pytest.mark.parametrize(
+    ("variant", "verdict"), [("llama", "yes"), ("smollm3", "not known"), ("gemma2", "not known")]
+)
+def test_layers_of_several_kinds_may_be_counted_by_others(variant, verdict, tmp_path):
+    model = deep(variant, tmp_path / "dense", layers=6)
+    settings = {"preset": "balanced", "attention_sparsity": 0, "drop_blocks": 1}
+    plan = coec.plan(model, **settings)
+    assert plan.output.loads_in["llama.cpp"].startswith(verdict)
+    assert plan.output.loads_in["transformers"] == "yes"
+    assert plan.record()["dropped_blocks"] is None  # not chosen yet
+    if verdict != "yes":
+        with pytest.raises(OptionError, match="so that llama.cpp loads it"):
+            coec.plan(model, **settings, target="llama.cpp")
+
+
 def test_a_killed_run_goes_on_without_the_same_blocks(tokens, tmp_path, monkeypatch):
     from coec.pipeline import prune as pruning
     from problems import failing
@@ -203,6 +238,11 @@ def test_positions_that_a_class_leaves_out_by_number_stay(tokens):
 
 
 REFUSED = {
+    "final norm": (
+        {"drop_blocks": 1, "preset": "paper", "final_norm": True},
+        "solved on the states of the pruned model: set propagate or reconstruct",
+    ),
+    "context": ({"context": 100}, "context has no effect with no budget_memory"),
     "too many": ({"drop_blocks": 4}, "this model has 5 blocks, drop at most 3"),
     "paper": ({"drop_blocks": 1, "preset": "paper"}, r"or reconstruct \(preset = balanced does\)"),
     "budget": (

@@ -3,10 +3,10 @@
 import difflib
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import isdir
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coec.errors import OptionError
 from coec.models.files import JsonDict, parse_json
+from coec.models.folder import REPORT
 from coec.models.layout import Layout, Site
 from coec.types import KeptSet
 
@@ -40,12 +41,14 @@ class KeptUnits:
         units: sorted, by `Site.key`.
         inferred_from: the digest of the checkpoint that they were inferred from; None where they
             were given.
+        attention_units: what the report beside them says that attention lost; None where none is.
     """
 
     source: str
     digest: str
     units: Mapping[str, Int[Tensor, " k"]] = field(compare=False, repr=False)
     inferred_from: str | None = None
+    attention_units: Literal["groups", "heads"] | None = None
 
     @classmethod
     def of(
@@ -77,7 +80,8 @@ class KeptUnits:
             return cls.of(kept)
         if not isinstance(kept, str | Path):
             raise OptionError(f"kept is a {type(kept).__name__}: {WANTED}")
-        return cls.of(_content(Path(kept)), str(kept))
+        read = cls.of(_content(Path(kept)), str(kept))
+        return replace(read, attention_units=_attention_units(Path(kept)))
 
     def of_site(self, site: Site) -> KeptSet | None:
         """Return the units that a site keeps; None where they are not named."""
@@ -90,6 +94,12 @@ class KeptUnits:
 
     def check(self, layout: Layout) -> None:
         """Raises OptionError where they are of another model: sites or units that it lacks."""
+        heads = any(site.groups for site in layout.kinds)
+        if self.attention_units not in (None, "heads" if heads else "groups"):
+            raise OptionError(
+                f"'{self.source}' keeps {'KV groups' if heads else 'query heads'}: set "
+                f"attention_units = {self.attention_units}, or auto"
+            )
         sites = {site.key: site for site in layout.sites}
         experts = {block.experts_key for block in layout.blocks if block.router is not None}
         if named_experts := experts & self.units.keys():
@@ -121,6 +131,16 @@ class KeptUnits:
         """JSON-ready, without the units themselves."""
         record = {"source": self.source, "sha256": self.digest, "sites": len(self.units)}
         return record | ({"inferred_from": self.inferred_from} if self.inferred_from else {})
+
+
+def _attention_units(path: Path) -> Literal["groups", "heads"] | None:
+    """Return what a folder's report says that attention lost; None where it says nothing."""
+    try:
+        recipe = parse_json(path / REPORT)["recipe"]
+        counted = recipe.get("attention_units", "groups")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return counted if counted in ("groups", "heads") else None
 
 
 def named(kept: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,9 +29,9 @@ def uniform(layout: Layout, pruning: Pruning, named_units: KeptUnits | None = No
     Raises:
         OptionError: nothing goes anywhere.
     """
-    kept, rounding = {}, Rounding.of(pruning)
+    kept = {}
     for site in layout.sites:
-        count = rounding.up(site, _by_rule(site, pruning))
+        count = _counted(site, pruning)
         named_count = None if named_units is None else named_units.units.get(site.key)
         kept[site.block, site.name] = count if named_count is None else len(named_count)
     widths = Widths(kept, _expert_count(layout, pruning))
@@ -47,6 +47,7 @@ def shares_for(
     pruning: Pruning,
     goal: int,
     named_units: KeptUnits | None = None,
+    dropped: Collection[int] = (),
 ) -> Pruning:
     """Return the settings with the smallest common fraction that removes `goal` parameters.
 
@@ -57,6 +58,7 @@ def shares_for(
             rounded to.
         goal: how many parameters must go.
         named_units: the units of sites that the user names.
+        dropped: blocks that are left out, whose parameters count as removed.
 
     Raises:
         OptionError: fewer than that go, however large the fraction.
@@ -67,13 +69,13 @@ def shares_for(
             widths = uniform(layout, replace(pruning, sparsity=step / _STEPS), named_units)
         except OptionError:  # nothing goes
             return 0
-        return widths.removed(layout, shapes)
+        return widths.removed(layout, shapes, dropped)
 
     if removed(_STEPS - 1) < goal:
         parameters_left = sum(size.numel() for size in shapes.values()) - removed(_STEPS - 1)
-        rounded, budget = _rounded(pruning), _number(pruning.budget_parameters)
+        rounded = _rounded(pruning)
         raise OptionError(
-            f"budget_parameters = {budget}{rounded} cannot be met: "
+            f"{budget_of(pruning)}{rounded} cannot be met: "
             f"{parameters_left:,} parameters are left however much is removed; allow more"
             + (", or take a smaller multiple" if rounded else "")
         )
@@ -83,10 +85,13 @@ def shares_for(
     return replace(pruning, sparsity=steps[first] / _STEPS)
 
 
-def _number(budget: float | None) -> str:
-    """A share as it is, parameters in full."""
+def budget_of(pruning: Pruning) -> str:
+    """Return the budget as it was given: a size, a share as it is, parameters in full."""
+    if pruning.budget_memory is not None:
+        return f"budget_memory = {pruning.budget_memory}"
+    budget = pruning.budget_parameters
     assert budget is not None
-    return f"{budget:g}" if budget < 1 else f"{budget:,.0f}"
+    return "budget_parameters = " + (f"{budget:g}" if budget < 1 else f"{budget:,.0f}")
 
 
 def _rounded(pruning: Pruning) -> str:
@@ -162,7 +167,8 @@ def whole_attention(
             if site.value is not None:
                 _check_whole(site, widths, named_units)
                 # Parameters that `uniform` would take from attention, block by block
-                spared += (site.units - _by_rule(site, pruning)) * parameters(site, shapes)
+                taken = site.units - _counted(site, pruning)
+                spared += taken * parameters(site, shapes)
                 kept[site.block, site.name] = site.units
         paying = [s for s in block.sites if s.value is None and not _names(named_units, s)]
         if spared and not paying and not all(_names(named_units, site) for site in block.sites):
@@ -178,7 +184,7 @@ def whole_attention(
             if less >= widths.of(site):
                 wanted_share = f"sparsity {pruning.sparsity:g}"
                 if pruning.budget_parameters is not None:
-                    wanted_share = f"budget_parameters = {_number(pruning.budget_parameters)}"
+                    wanted_share = budget_of(pruning)
                 raise OptionError(
                     f"{wanted_share} with kv_groups = all leaves no {site.unit}s: "
                     "remove less, or keep kv_groups = uniform"
@@ -203,12 +209,12 @@ def _expert_count(layout: Layout, pruning: Pruning) -> int | None:
     return count if count < layout.experts else None
 
 
-def _by_rule(site: Site, pruning: Pruning) -> int:
-    """Return how many units of a site stay by its fraction alone."""
-    removed = pruning.removed(site.kind)
-    if not removed:
+def _counted(site: Site, pruning: Pruning) -> int:
+    """Return how many units of a site stay by its fraction, rounded; all where nothing is to go."""
+    if not (removed := pruning.removed(site.kind)):
         return site.units
-    return site.ranges * kept_count(site.units // site.ranges, removed)
+    by_fraction = site.ranges * kept_count(site.units // site.ranges, removed)
+    return Rounding.of(pruning).up(site, by_fraction)
 
 
 def _names(named_units: KeptUnits | None, site: Site) -> bool:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,14 +48,20 @@ class Widths:
         """The widths of a kind of site, one for each block."""
         return tuple(kept for (_, site), kept in sorted(self.kept.items()) if site == name)
 
-    def removed(self, layout: Layout, shapes: Mapping[str, torch.Size]) -> int:
-        """Return how many parameters of the dense model are removed."""
+    def removed(
+        self, layout: Layout, shapes: Mapping[str, torch.Size], dropped: Collection[int] = ()
+    ) -> int:
+        """Return how many parameters of the dense model are removed; of `dropped` blocks all."""
         removed = 0
-        for site in layout.sites:
-            kept = self.of(site) if self.stays(site) else 0
-            removed += (site.units - kept) * parameters(site, shapes)
-        # An expert's row of the router goes with it.
         for block in layout.blocks:
+            if block.index in dropped:
+                inside = (size for name, size in shapes.items() if name.startswith(block.prefix))
+                removed += sum(size.numel() for size in inside)
+                continue
+            for site in block.sites:
+                kept = self.of(site) if self.stays(site) else 0
+                removed += (site.units - kept) * parameters(site, shapes)
+            # An expert's row of the router goes with it.
             if self.experts is not None and (router := block.router) is not None:
                 removed += (router.stop - self.experts) * shapes[router.tensor][1]
         return removed

@@ -93,15 +93,13 @@ def efficiency(
 
 def _cost(model: Description, dtype: str | None) -> Cost:
     chosen = DTYPES[dtype] if dtype else stored_dtype(model.config)
-    parameters, shape = model.parameters, model.shape
-    # Keys and values of every KV head in every block, 2 · head_dim numbers a token
-    groups = sum(shape.at(block).kv_heads for block in range(shape.layers))
+    parameters = model.parameters
     return Cost(
         parameters=parameters,
         dtype=str(chosen).removeprefix("torch."),
         weight_bytes=parameters * chosen.itemsize,
         gflops_per_token=2 * parameters / 1e9,
-        kv_cache_bytes_per_token=2 * groups * shape.head_dim * chosen.itemsize,
+        kv_cache_bytes_per_token=model.cached() * chosen.itemsize,
     )
 
 

@@ -17,9 +17,8 @@ from coec.devices import DTYPES, choose_forward_dtype
 from coec.errors import ModelError, OptionError, first_line
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, read_tensors
-from coec.models.folder import find_model, read_config
+from coec.models.folder import REPORT, find_model, read_config
 from coec.models.layout import Layout, Rows, Site
-from coec.pipeline.report import REPORT
 from coec.types import KeptSet
 
 _UNLIMITED = 2**31
@@ -88,7 +87,7 @@ class ModelPair:
     Attributes:
         layout: the dense model's, without the blocks and experts that went whole.
         units: the kept units of every site of it, by `layers.<i>.<site>`.
-        smaller: the pruned model's sites, by the same keys: its blocks and experts have new numbers.
+        smaller: the pruned model's sites, by the same keys: blocks and experts have new numbers.
         trained: true if all weights of a block were trained (`reconstruct`, `recover`), and are
             no copies any more.
     """
@@ -138,7 +137,7 @@ class ModelPair:
         # A mismatch is reported before damaged weights.
         _check_sizes(folder, before, after, len(dropped))
         stored = read_tensors(folder / KEPT)
-        # Sites of both models side by side: those of the dense one without blocks and experts that went
+        # Sites of both models side by side: of the dense one without blocks and experts that went
         layout = _remaining(folder, before.layout, after.layout, stored, dropped)
         smaller = {a.key: b for a, b in zip(layout.sites, after.layout.sites, strict=True)}
         units = _units(folder, layout, smaller, stored)

@@ -96,9 +96,9 @@ class Dense(Description):
                     inside[name] = header
             headers = inside
             notes.append(
-                f"this is the language model inside {around.name}: its other {len(carried)} "
-                "tensors are carried over as they are; programs were tried with language models "
-                "alone"
+                f"this is the language model inside {around.name}: pruning carries its other "
+                f"{len(carried)} tensors over as they are, a GGUF file leaves them out; programs "
+                "were tried with language models alone"
             )
         # Headers without those of draft layers → description → a head of its own, where the weights
         # have one → names, shapes and dtypes checked

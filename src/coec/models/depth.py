@@ -43,6 +43,13 @@ def without_blocks(config: JsonDict, dropped: Collection[int]) -> JsonDict:
     return short
 
 
+def has_kinds(config: JsonDict) -> bool:
+    """Tell whether layers are of several kinds, which programs may take from their numbers."""
+    resolved: Any = AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})
+    lists = (getattr(resolved, key, None) or () for key in _BY_BLOCK)
+    return any(len(set(kinds)) > 1 for kinds in lists)
+
+
 def renumbered(name: str, dropped: Collection[int]) -> str | None:
     """Return the name of a tensor where blocks before it are left out; None for one of these."""
     match = LAYER.match(name)

@@ -121,6 +121,19 @@ class Description:
         """Number of parameters; tied ones count once."""
         return sum(shape.numel() for shape in self.shapes.values())
 
+    def cached(self, dropped: int = 0) -> int:
+        """Return how many numbers a server keeps of a token: keys and values of every block.
+
+        Of attention whose keys and values are of low rank it keeps these. `dropped` blocks are left
+        out, those that take least.
+        """
+        if rank := self.config.get("kv_lora_rank"):
+            each = [rank + self.config["qk_rope_head_dim"]] * self.shape.layers
+        else:
+            blocks = map(self.shape.at, range(self.shape.layers))
+            each = [2 * block.kv_heads * block.head_dim for block in blocks]
+        return sum(sorted(each)[dropped:])
+
     def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Build the transformers model on the meta device: shapes, no memory."""
         model: Any = copy.deepcopy(_skeleton(_stock(self.config)))

@@ -15,6 +15,7 @@ from coec.models import non_uniform
 from coec.models.files import JsonDict, check_fetched, check_merged, parse_json, sha256
 
 CONFIG = "config.json"
+REPORT = "coec.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER = (
@@ -47,7 +48,7 @@ in a folder."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 _LITTER = (".gitattributes", ".DS_Store", ".README.md.partial")
 """Files that the hub and file managers put in any folder."""
-_OWN = (*_CARRIED, *_WEIGHTS, *_LITTER, CONFIG, "README.md", "coec.json", non_uniform.FILE)
+_OWN = (*_CARRIED, *_WEIGHTS, *_LITTER, CONFIG, "README.md", REPORT, non_uniform.FILE)
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 _TEMPLATES = "additional_chat_templates"
 _FOLDERS = {"coec": ("kept.safetensors",), _TEMPLATES: ("*.jinja",)}

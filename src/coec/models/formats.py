@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from coec.errors import OptionError
 from coec.models import non_uniform
 from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture, packaged
+from coec.models.depth import has_kinds
 from coec.models.files import JsonDict
 from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, Shape, Site
 
@@ -29,13 +30,14 @@ TARGETS = {"hf": "transformers", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
 class Traits:
     """The properties of a stored checkpoint that loaders disagree on.
 
-    `biased` names the sites whose consumer has a bias.
+    `biased` names the sites whose consumer has a bias; `fewer_blocks` tells that some are left out.
     """
 
     model_type: str
     config: JsonDict
     sizes: Shape
     biased: frozenset[str]
+    fewer_blocks: bool = False
 
 
 def slides(config: JsonDict) -> bool:
@@ -66,6 +68,7 @@ _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
     "non_uniform": lambda traits: not traits.sizes.uniform,
     "non_uniform_heads": lambda traits: _heads_differ(traits.sizes),
     "odd_channels": lambda traits: not non_uniform.whole_multiples(traits.sizes),
+    "kinds_moved": lambda traits: traits.fewer_blocks and has_kinds(traits.config),
     "llama3_positions": lambda traits: any(
         isinstance(form := traits.config.get(key), dict) and form.get("rope_type") == "llama3"
         for key in ("rope_scaling", "rope_parameters")
@@ -147,6 +150,7 @@ def choose_format(
     biased: frozenset[str] = frozenset(),
     target: str = "hf",
     relabel: bool = True,
+    fewer_blocks: bool = False,
 ) -> OutputFormat:
     """Choose the first candidate format that expresses the pruned model.
 
@@ -156,6 +160,7 @@ def choose_format(
         target: the loader that has to load the checkpoint as it is, by its name in `TARGETS`;
             transformers always does.
         relabel: whether another model type will do.
+        fewer_blocks: whether blocks are left out.
 
     Raises:
         OptionError: no stock format can hold the result, or none that the target loads.
@@ -178,7 +183,8 @@ def choose_format(
         refusal = refusal or _refusal(config, architecture, sizes, biased)
         new = {} if refusal else _rewritten(config, architecture, sizes, biased, nas=nas)
         refusal = refusal or _class_refusal(new)
-        traits = Traits(non_uniform.NAS if nas else model_type, new, sizes, biased)
+        stored_type = non_uniform.NAS if nas else model_type
+        traits = Traits(stored_type, new, sizes, biased, fewer_blocks)
         if refusal is None and judged and (verdict := loader.verdict(traits)) != YES:
             refusal = f"{loader.name}: {verdict}"
         if refusal is None:

@@ -273,7 +273,7 @@ def _check_heads(dense: SiteTensors, pruned: SiteTensors) -> None:
 
 
 _REMOVED_ALONE = (
-    ": query heads were removed alone, and coec removes whole KV groups of {} query heads"
+    ": query heads were removed alone, and units are matched as whole KV groups of {} query heads"
 )
 
 

@@ -66,15 +66,25 @@ class Around:
         dtypes = {key: changed[key] for key in _DTYPES if key in changed and key in self.config}
         return {**self.config, **dtypes, _TEXT: {**self.config[_TEXT], **changed}}
 
-    def check(self, config: JsonDict, shapes: dict[str, torch.Size]) -> None:
-        """Raise OptionError unless the whole model's class builds the language model so."""
+    def outside(self) -> int:
+        """Return the number of parameters of all but the language model."""
+        named = self._built(self.config).named_parameters()
+        return sum(p.numel() for n, p in named if not ("language_model" in n or "lm_head" in n))
+
+    def _built(self, config: JsonDict) -> torch.nn.Module:
+        """Build the whole model without memory; OptionError where its class refuses."""
         try:
             kind = getattr(transformers, self.name)
             with torch.device("meta"):
-                model = kind._from_config(AutoConfig.for_model(**config))
+                model: torch.nn.Module = kind._from_config(AutoConfig.for_model(**config))
         except Exception as error:  # configuration classes may raise anything
             reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
             raise self._refusal(reason) from error
+        return model
+
+    def check(self, config: JsonDict, shapes: dict[str, torch.Size]) -> None:
+        """Raise OptionError unless the whole model's class builds the language model so."""
+        model = self._built(config)
         # In memory the parts have other names than in files: compared by what follows the block.
         built = {name.rpartition("layers.")[2]: p.shape for name, p in model.named_parameters()
                  if "language_model" in name and "layers." in name}  # fmt: skip

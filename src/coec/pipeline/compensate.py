@@ -46,7 +46,7 @@ def infer_kept(
     if pruned.layers != len(layout.blocks):
         raise ModelError(
             f"'{pruned.name}' has {pruned.layers} blocks, '{dense.name}' {len(layout.blocks)}: "
-            "coec prunes no blocks, and needs the dense model that this one was pruned from"
+            "which blocks went is not inferred; give the dense model without them"
         )
     _check_rest(dense, pruned)
     # Site by site: producers of both models → rows matched → kept units

@@ -10,9 +10,9 @@ from typing import Any, get_origin, get_type_hints
 from coec.calibration.sources import mixture
 from coec.errors import ModelError
 from coec.models.files import JsonDict, parse_json, write_json
+from coec.models.folder import REPORT
 from coec.version import __version__
 
-REPORT = "coec.json"
 QUOTED = re.compile(r"(['`])(?:file://)?/[^'`]*/([^'`/]+)\1")
 """An absolute path in a sentence, and its last name."""
 

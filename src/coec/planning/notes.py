@@ -126,6 +126,17 @@ def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]
                 f"nothing is removed at {site.kind}: {sparsity:.4g} of {each} {site.unit}s{group} "
                 "is less than one"
             )
+        elif (
+            site.value is not None
+            and pruning.tensor_parallel > 1
+            and min(counts) == site.units
+            and recipe.reconstruction.kv_groups != "all"
+        ):
+            yield (
+                f"nothing is removed at {site.kind}: tensor_parallel = {pruning.tensor_parallel} "
+                f"divides no fewer of {site.units} {site.unit}s"
+                + ("" if site.groups else "; attention_units = heads may remove some of every one")
+            )
         elif site.value is None and pruning.multiple_of != "1" and min(counts) == site.units:
             yield (
                 f"nothing is removed at {site.kind}: multiple_of = {pruning.multiple_of} rounds "

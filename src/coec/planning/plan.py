@@ -1,25 +1,26 @@
 """The plan: how many units stay and in which format, decided from the configuration alone."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from coec.allocation.by_importance import Importances, by_importance
-from coec.allocation.uniform import shares_for, uniform, whole_attention
+from coec.allocation.uniform import budget_of, shares_for, uniform, whole_attention
 from coec.allocation.widths import Rounding, Widths
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.errors import OptionError
 from coec.models.depth import renumbered
-from coec.models.description import LAYER, Description
+from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
 from coec.models.layout import QUANTISED_COLUMNS, Layout, Shape, Site
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.notes import notes_of
 from coec.planning.recipe import Recipe
-from coec.planning.resolve import resolve, with_units
-from coec.settings import Pruning, Reconstruction
+from coec.planning.resolve import parameter_budget, resolve
+from coec.settings import Reconstruction
+from coec.settings.parts import AttentionUnits
 from coec.streaming.statistics import Statistics
 
 TRIED_TOKENS = 8192
@@ -47,8 +48,9 @@ class Plan:
         remarks: why other plans cannot be made.
         decided: False where the widths wait for statistics; until then they are uniform ones with
             the same number of parameters.
-        dropped: blocks that are left out; until they are chosen, as many of the last but one.
+        dropped: blocks that are left out; until they are `chosen`, as many of the last but one.
             `output` and `pruned_shapes` still have all blocks.
+        sparsity: fraction that goes where no kind of site has its own; a budget decides it.
     """
 
     model: Description
@@ -61,6 +63,8 @@ class Plan:
     remarks: tuple[str, ...] = ()
     decided: bool = True
     dropped: tuple[int, ...] = ()
+    chosen: bool = True
+    sparsity: float = 0.0
 
     @classmethod
     def of(cls, model: Description, recipe: Recipe, statistics: Statistics | None = None) -> "Plan":
@@ -86,7 +90,8 @@ class Plan:
         Raises:
             ModelError, OptionError: as in `of`.
         """
-        recipe = with_units(recipe, model)
+        if recipe.pruning.attention_units == "auto":
+            return cls._by_units(model, recipe, statistics)
         model = model.counted_in(recipe.pruning.attention_units)
         recipe = resolve(recipe, model, statistics)
         # A rule that cannot be planned is left out and named, unless none can.
@@ -106,27 +111,87 @@ class Plan:
         return {rule: plan for rule, plan in plans.items() if rule in first.values()}
 
     @classmethod
-    def _by_rule(cls, model: Description, recipe: Recipe, rule: str) -> "Plan":
-        """Plan by one rule for KV groups, within the budget where there is one."""
+    def _by_units(
+        cls, model: Description, recipe: Recipe, statistics: Statistics | None
+    ) -> dict[str, "Plan"]:
+        """Plan with whole KV groups, or with query heads where these are served better.
+
+        They are where no group would go, or where a server can divide those that stay over fewer
+        GPUs than the dense model's. Units that a folder names are counted as it counts them.
+        """
+        recipe = recipe.opened()
+
+        def planned(units: AttentionUnits) -> dict[str, Plan]:
+            pruning = replace(recipe.pruning, attention_units=units)
+            return cls.candidates(model, replace(recipe, pruning=pruning), statistics)
+
+        if recipe.kept is not None and (counted := recipe.kept.attention_units):
+            return planned(counted)
+        groups = planned("groups")
+        plan = next(iter(groups.values()))
+        before, after = (replace(size, ffn=0, expert_ffn=0) for size in (plan.dense, plan.pruned))
+        if after.kv_heads < before.kv_heads and set(before.gpus()) <= set(after.gpus()):
+            return groups
+        try:
+            heads = planned("heads")
+        except OptionError:  # every group has one head
+            return groups
+        fewer = next(iter(heads.values())).pruned.group < before.group
+        return heads if fewer else groups
+
+    @classmethod
+    def _by_rule(
+        cls,
+        model: Description,
+        recipe: Recipe,
+        rule: str,
+        dropped: tuple[int, ...] | None = None,
+    ) -> "Plan":
+        """Plan by one rule for KV groups, within the budget where there is one.
+
+        Until it is known which blocks are left out, as many of the last but one are.
+        """
         pruning, kept = recipe.pruning, recipe.kept
-        budget = _parameter_budget(model, pruning)
+        budget, last = parameter_budget(model, pruning), model.shape.layers - 1
+        chosen = dropped is not None or not pruning.drop_blocks
+        if dropped is None:
+            dropped = tuple(range(last - pruning.drop_blocks, last))
         removed = 0 if budget is None else model.parameters - budget
+        whole = sum(_numel(model.shapes, block.prefix) for block in model.layout.blocks
+                    if block.index in dropped)  # fmt: skip
+        if budget is not None and dropped and removed <= whole and not chosen:
+            raise OptionError(
+                f"drop_blocks = {pruning.drop_blocks} alone leaves fewer parameters than "
+                f"{budget_of(pruning)}: leave out one of the two"
+            )
         shared = recipe.allocation.importance is not None
         later = shared and not (kept and kept.covers(model.layout))
         # Parameters to remove → shares of units → widths → format, until the format's own fit too
         while True:
             if budget is not None:
-                pruning = shares_for(model.layout, model.shapes, recipe.pruning, removed, kept)
+                pruning = shares_for(
+                    model.layout, model.shapes, recipe.pruning, removed, kept, dropped
+                )
             if rule == "all":
                 widths = whole_attention(model.layout, model.shapes, pruning, kept)
             else:
                 widths = uniform(model.layout, pruning, kept)
-            plan = replace(cls._of(model, recipe, widths, listed=later), decided=not later)
-            every = sum(shape.numel() for shape in plan.pruned_shapes.values())
+            plan = cls._of(model, recipe, widths, listed=later)
+            plan = replace(
+                plan, decided=not later, dropped=dropped, chosen=chosen, sparsity=pruning.sparsity
+            )
+            every = plan.parameters_after
             if budget is None or every <= budget:
                 return plan
             # The format adds parameters, such as biases of a compensation: remove as many more.
             removed += every - (model.parameters - removed)
+
+    def without(self, blocks: tuple[int, ...], rule: str) -> "Plan":
+        """Return the plan by a rule that leaves these blocks out, within the same budget."""
+        if parameter_budget(self.model, self.recipe.pruning) is None:
+            return replace(self, dropped=blocks, chosen=True)
+        plan = Plan._by_rule(self.model, self.recipe, rule, blocks)
+        return replace(plan, remarks=self.remarks)
 
     @classmethod
     def _of(
@@ -148,16 +213,14 @@ class Plan:
         around = model.around
         output = choose_format(
             model.config, pruned, biased=biased, target=recipe.pruning.target,
-            relabel=around is None,
+            relabel=around is None, fewer_blocks=recipe.pruning.drop_blocks > 0,
         )  # fmt: skip
         seq_len = resolve_seq_len(recipe.calibration.seq_len, model.positions, DEFAULT_SEQ_LEN)
         shapes = Description.of(output.config).shapes
         if around is not None:
             around.check(around.with_sizes(model.config, output.config), shapes)
         _check_divides(pruned, recipe.pruning.tensor_parallel)
-        last = model.shape.layers - 1
-        dropped = tuple(range(last - recipe.pruning.drop_blocks, last))
-        return cls(model, recipe, widths, pruned, output, shapes, seq_len, dropped=dropped)
+        return cls(model, recipe, widths, pruned, output, shapes, seq_len)
 
     def allocated(self, importances: Importances) -> "Plan":
         """Decide the widths by importances, with at most as many parameters as this plan has.
@@ -182,7 +245,13 @@ class Plan:
             plan = Plan._of(self.model, self.recipe, widths)
         except OptionError:  # the widths came out alike, and no stock format holds just these
             plan = Plan._of(self.model, self.recipe, widths, listed=True)
-        return replace(plan, remarks=self.remarks, dropped=self.dropped)
+        return replace(
+            plan,
+            remarks=self.remarks,
+            dropped=self.dropped,
+            sparsity=self.sparsity,
+            chosen=self.chosen,
+        )
 
     @property
     def shared(self) -> tuple[Site, ...]:
@@ -199,11 +268,11 @@ class Plan:
 
     def _unused_budget(self) -> int:
         """Parameters that the budget leaves unused; 0 where the format adds to the model."""
-        budget = _parameter_budget(self.model, self.recipe.pruning)
-        removed = self.widths.removed(self.model.layout, self.model.shapes)
+        budget = parameter_budget(self.model, self.recipe.pruning)
+        removed = self.widths.removed(self.model.layout, self.model.shapes, self.dropped)
         # A format that adds biases or such takes what is left itself.
         unlike = self.parameters_after != self.parameters_before - removed
-        if budget is None or unlike or self.dropped:
+        if budget is None or unlike:
             return 0
         return budget - self.parameters_after
 
@@ -247,7 +316,9 @@ class Plan:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on settings without effect, and on what a width costs in other programs."""
-        notes = notes_of(self.model, self.recipe, self.widths, self.seq_len, self.decided)
+        pruning = replace(self.recipe.pruning, sparsity=self.sparsity)
+        recipe = replace(self.recipe, pruning=pruning)
+        notes = notes_of(self.model, recipe, self.widths, self.seq_len, self.decided)
         return (*self.remarks, *notes)
 
     def record(self) -> dict[str, object]:
@@ -265,7 +336,7 @@ class Plan:
                 "gpus_int4": self.pruned.gpus(columns=QUANTISED_COLUMNS),
             },
             "layers": self.dense.layers,
-            "dropped_blocks": list(self.dropped),
+            "dropped_blocks": list(self.dropped) if self.chosen else None,
             "inside": self.model.around.name if self.model.around else None,
             "widths": {
                 name: {
@@ -327,31 +398,6 @@ def _by_block(shape: Shape, size: str, dropped: Collection[int] = ()) -> int | l
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
-def _parameter_budget(model: Description, pruning: Pruning) -> int | None:
-    """Largest number of parameters that may be left; None where sparsity decides."""
-    if pruning.budget_parameters is None:
-        return None
-    before, budget = model.parameters, pruning.budget_parameters
-    budget = int(budget * before) if budget < 1 else int(budget)
-    if budget >= before:
-        raise OptionError(
-            f"budget_parameters = {budget:,} is no less than the model's {before:,}: nothing would "
-            "go; allow fewer"
-        )
-    if not pruning.drop_blocks:
-        return budget
-    # As if no block were left out, and every block had its share of what those that stay may have
-    inside = sum(s.numel() for name, s in model.shapes.items() if LAYER.match(name))
-    outside, layers = before - inside, model.shape.layers
-    every = outside + (budget - outside) * layers // (layers - pruning.drop_blocks)
-    if every >= before:
-        raise OptionError(
-            f"drop_blocks = {pruning.drop_blocks} alone leaves fewer parameters than "
-            f"budget_parameters = {budget:,}: leave out one of the two"
-        )
-    return every
-
-
 def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: Shape) -> None:
     """Raise OptionError where widths differ by block without `non_uniform`."""
     if pruned.uniform or recipe.pruning.non_uniform:
@@ -359,6 +405,8 @@ def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: S
     by_site = {name: set(widths.everywhere(name)) for _, name in widths.kept}
     name, counts = next((name, counts) for name, counts in by_site.items() if len(counts) > 1)
     source = "" if recipe.kept is None else f" in '{recipe.kept.source}'"
+    if recipe.kept is not None and not recipe.kept.covers(model.layout):
+        source = f", in '{recipe.kept.source}' and by fractions elsewhere,"
     code = ", or set non_uniform to write code beside the weights"
     raise OptionError(
         f"the widths of {name}{source} differ by block ({min(counts):,} to {max(counts):,}), which "
@@ -367,12 +415,17 @@ def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: S
     )
 
 
+def _numel(shapes: Mapping[str, torch.Size], prefix: str) -> int:
+    return sum(shape.numel() for name, shape in shapes.items() if name.startswith(prefix))
+
+
 def _check_divides(pruned: Shape, gpus: int) -> None:
     """Raise OptionError where widths that somebody named cannot be divided over so many GPUs."""
     if gpus not in (possible := pruned.gpus()):
         raise OptionError(
             f"these widths cannot be divided over tensor_parallel = {gpus} GPUs, but over "
-            f"{', '.join(map(str, possible))}: leave out what names them, or take one of these"
+            f"{', '.join(map(str, possible))}: take one of these, or leave out what keeps them "
+            "(kept, attention_sparsity = 0, mlp_sparsity = 0)"
         )
 
 

@@ -14,7 +14,7 @@ from coec.planning.recipe import Recipe
 from coec.selection import kept_count
 from coec.settings import Calibration, Pruning, Reconstruction
 from coec.settings.fields import without_effect
-from coec.settings.parts import AttentionUnits, memory_size
+from coec.settings.parts import memory_size
 from coec.settings.presets import YIELDING
 from coec.streaming.statistics import Statistics
 
@@ -42,8 +42,6 @@ def resolve(recipe: Recipe, model: Description, statistics: Statistics | None = 
     if statistics is not None:
         recipe = with_statistics(recipe, model, statistics)
     recipe = recipe.opened()
-    if recipe.pruning.budget_memory is not None:
-        recipe = replace(recipe, pruning=_with_parameters(recipe.pruning, model))
     # What a preset brought yields to the dtype, the model and the length of the text, in turn.
     if recipe.calibration.forward_dtype == "float16" and recipe.reconstruction.reconstruct:
         recipe = _without_fits(recipe, "sums over tokens overflow in forward_dtype = float16")
@@ -153,6 +151,8 @@ def _check_model(recipe: Recipe, model: Description) -> None:
             f"other; those of {architecture.model_type} add {addition}: leave it out "
             f"({setting} = false; preset = balanced does)"
         )
+    if "context" in recipe.given and pruning.budget_memory is None:
+        raise without_effect("context", "no budget_memory")
     if architecture.attention_kept and (sparsity := pruning.attention_sparsity):
         raise OptionError(
             f"attention of {architecture.model_type} keeps all KV groups "
@@ -166,7 +166,7 @@ def _check_model(recipe: Recipe, model: Description) -> None:
     if pruning.drop_blocks:
         _check_depth(recipe, model)
     if pruning.attention_units == "heads":
-        _check_heads(model)
+        _check_heads(recipe, model)
     if architecture.blocks.experts and pruning.non_uniform:
         raise OptionError(
             f"non_uniform is not built for models of experts ({architecture.model_type}): leave it "
@@ -176,43 +176,50 @@ def _check_model(recipe: Recipe, model: Description) -> None:
         _check_experts(model, pruning.expert_sparsity)
 
 
-def with_units(recipe: Recipe, model: Description) -> Recipe:
-    """Decide what attention loses, where that is left to the model."""
-    pruning = recipe.pruning
-    if pruning.attention_units != "auto":
-        return recipe
-    share, shape = pruning.removed("attention"), model.shape
-    units: AttentionUnits = "groups"
-    if share and not model.architecture.attention_kept:
-        groups, heads = (kept_count(count, share) for count in (shape.kv_heads, shape.group))
-        divisors = (n for n in range(2, shape.kv_heads + 1) if shape.kv_heads % n == 0)
-        ill_served = groups == shape.kv_heads or any(groups % n for n in divisors)
-        units = "heads" if ill_served and heads < shape.group else units
-    return replace(recipe, pruning=replace(pruning, attention_units=units))
+def parameter_budget(model: Description, pruning: Pruning) -> int | None:
+    """Return the largest number of parameters that may be left; None where sparsity decides.
 
+    Of a budget of memory that is what it has room for beside what is around a language model, and
+    the keys and values of the dense model's blocks; all in the dtype that is written.
 
-def _with_parameters(pruning: Pruning, model: Description) -> Pruning:
-    """Return the settings with a budget of parameters in the place of one of memory.
-
-    Weights are as they are written; keys and values are those of the dense model, in that dtype.
+    Raises:
+        OptionError: nothing would go, or nothing can be left.
     """
+    before = model.parameters
+    if pruning.budget_memory is not None:
+        return _within_memory(model, pruning)
+    if pruning.budget_parameters is None:
+        return None
+    budget = pruning.budget_parameters
+    budget = int(budget * before) if budget < 1 else int(budget)
+    if budget >= before:
+        inside = " as a language model alone" if model.around else ""
+        raise OptionError(
+            f"budget_parameters = {budget:,} is no less than the {before:,} that the model "
+            f"has{inside}: nothing would go; allow fewer"
+        )
+    return budget
+
+
+def _within_memory(model: Description, pruning: Pruning) -> int:
     assert pruning.budget_memory is not None
     dtype = DTYPES[pruning.dtype] if pruning.dtype else stored_dtype(model.config)
-    blocks = map(model.shape.at, range(model.shape.layers))
-    numbers = 2 * sum(block.kv_heads * block.head_dim for block in blocks) * pruning.context
-    left = memory_size(pruning.budget_memory) // dtype.itemsize - numbers
+    cached = model.cached(pruning.drop_blocks) * pruning.context
+    around = 0 if model.around is None else model.around.outside()
+    left = memory_size(pruning.budget_memory) // dtype.itemsize - cached - around
     if left < 1:
+        rest = f", and {around:,} parameters around the language model" if around else ""
         raise OptionError(
             f"budget_memory = {pruning.budget_memory} has no room beside the keys and values of "
-            f"context = {pruning.context:,} tokens ({numbers * dtype.itemsize / 1e6:,.1f} MB): "
-            "allow more, or fewer tokens"
+            f"context = {pruning.context:,} tokens ({cached * dtype.itemsize / 1e6:,.1f} MB)"
+            f"{rest}: allow more, or fewer tokens"
         )
     if left >= model.parameters:
         raise OptionError(
             f"budget_memory = {pruning.budget_memory} holds the whole model and the keys and "
             f"values of context = {pruning.context:,} tokens: nothing would go; allow less"
         )
-    return replace(pruning, budget_memory=None, budget_parameters=left)
+    return left
 
 
 def _check_depth(recipe: Recipe, model: Description) -> None:
@@ -221,19 +228,27 @@ def _check_depth(recipe: Recipe, model: Description) -> None:
     if count > layers - 2:
         raise OptionError(
             f"drop_blocks = {count} leaves no block between the first and the last, which stay: "
-            f"this model has {layers} blocks, drop at most {layers - 2}"
+            f"this model has {layers} blocks" + f", drop at most {layers - 2}" * (layers > 2)
         )
-    if not recipe.reconstruction.sequential:
-        why = recipe.reconstruction.left_out
+    settings = recipe.reconstruction
+    if not (settings.propagate or settings.reconstruct):
+        why = settings.left_out
+        advice = "set propagate or reconstruct (preset = balanced does)"
+        if why and settings.preset != "fast":
+            advice = "change that, or leave drop_blocks out"
         raise OptionError(
             "drop_blocks needs blocks that are solved on the states of the pruned model"
             + (f", which are left out here ({why})" if why else "")
-            + ": set propagate or reconstruct (preset = balanced does)"
+            + f": {advice}"
         )
 
 
-def _check_heads(model: Description) -> None:
-    """Raise OptionError where no KV group has a query head to spare."""
+def _check_heads(recipe: Recipe, model: Description) -> None:
+    """Raise OptionError where no KV group has a query head to spare, or none is to go."""
+    idle = "attention_sparsity = 0" if recipe.pruning.attention_sparsity == 0 else None
+    idle = "kv_groups = all" if recipe.reconstruction.kv_groups == "all" else idle
+    if idle:
+        raise without_effect("attention_units = heads", idle)
     if model.architecture.attention_kept:
         raise without_effect(
             "attention_units = heads",

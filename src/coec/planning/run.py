@@ -91,7 +91,7 @@ class Run:
 
     def without(self, blocks: tuple[int, ...]) -> "Run":
         """Return the run that leaves these blocks out."""
-        plans = {name: replace(plan, dropped=blocks) for name, plan in self.candidates.items()}
+        plans = {name: plan.without(blocks, name) for name, plan in self.candidates.items()}
         return replace(self, candidates=plans)
 
     def choosing(self, name: str) -> "Run":

@@ -18,8 +18,9 @@ from coec.errors import ModelError, OptionError
 from coec.execution.output import check_space, partial_of
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
+from coec.models.folder import REPORT
 from coec.models.surgery import cast, stacked, unstacked
-from coec.pipeline.report import REPORT, Report
+from coec.pipeline.report import Report
 from coec.recovery import plan
 from coec.recovery import text as texts
 from coec.settings.recovery import Recovery, check_installed
