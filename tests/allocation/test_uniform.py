@@ -115,7 +115,7 @@ def test_what_is_to_stay_whole_is_not_divided():
     odd = tm.raw_config(intermediate_size=42)
     assert plan(odd, tensor_parallel=4, attention_sparsity=0).pruned.ffn == 32
     with pytest.raises(OptionError, match="over tensor_parallel = 4 GPUs, .* mlp_sparsity = 0"):
-        plan(odd, tensor_parallel=4, mlp_sparsity=0)
+        plan(odd, sparsity=0.5, tensor_parallel=4, mlp_sparsity=0)
 
 
 def test_groups_that_gpus_need_cost_no_channels():

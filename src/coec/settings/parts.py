@@ -90,7 +90,8 @@ class Pruning(Settings):
         sparsity: Fraction of units removed, between 0 and 1.
         attention_units: What attention loses: whole KV `groups`; query `heads`, as many of every
             group, which leaves keys, values and their cache as they are; or by `auto` heads where
-            no whole group would go, or a server could divide those that stay over fewer GPUs.
+            no whole group would go, or a server could divide those that stay over fewer GPUs. A
+            folder given as `kept` says which it has.
         attention_sparsity: Fraction of these units removed; 0 keeps all.
         mlp_sparsity: Fraction of MLP channels removed, those of every expert included; 0 keeps all.
         drop_blocks: Number of whole blocks that are left out besides: in turn the one without which
@@ -98,8 +99,9 @@ class Pruning(Settings):
         expert_sparsity: Fraction of whole experts removed, as many in every block: those that add
             least to the tokens they get. The others lose mlp_sparsity of their channels besides.
         budget_parameters: Parameters that may be left, at most, embeddings included; below 1, that
-            share of the dense model's. It takes the place of sparsity.
-        budget_memory: Memory that a server may take, such as 16GB or 14.5GiB: of the weights as
+            share of the dense model's; of a multimodal one those of its language model. It takes
+            the place of sparsity.
+        budget_memory: Memory that a server may take, such as 16GB or 14.5GiB: of all weights as
             they are written, and of the keys and values of `context` tokens. It takes its place
             too.
         context: Tokens, of all sequences together, for which budget_memory has room.
