@@ -157,7 +157,7 @@ def replaced(name, change):
 @pytest.mark.parametrize(
     ("kind", "change", "match"),
     [
-        ("llama", fewer_blocks, "'.*odd' has 1 blocks, '.*dense' 2: coec prunes no"),
+        ("llama", fewer_blocks, "'.*odd' has 1 blocks, '.*dense' 2: which blocks went"),
         ("llama", replaced("mlp.up_proj", lambda weight: weight.to(torch.int8)),
          "up_proj.weight in 'model.safetensors' of .* is I8: the"),
         ("olmo2", replaced("self_attn.k_proj", lambda weight: weight[:12]),
