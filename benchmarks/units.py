@@ -4,9 +4,9 @@
 
 Every case leaves as many parameters as `fast` does without it. benchmarks.real makes its rows, with
 the settings that this prints where they are missing. Speed is that of random models of the same
-sizes, since the time of a product does not depend on its numbers: llama.cpp's q8_0, one
-thread, in turns with the dense model, the best rate over its best. Printed is the table of
-docs/lab/RESULTS.md, saved what was measured.
+sizes, channels rounded as presets do, since the time of a product does not depend on its numbers:
+llama.cpp's q8_0, one thread, in turns with the dense model, the best rate over its best. Printed is
+the table of docs/lab/RESULTS.md, saved what was measured.
 """
 
 import argparse
@@ -23,36 +23,41 @@ from benchmarks.real_model import folder
 BUDGETS = {0.2: 0.889009, 0.3: 0.827348}
 """Share of the parameters that `fast` leaves of the real model, by sparsity."""
 _THIRD = {"attention_sparsity": 0.33334}
-CASES: dict[str, dict[str, Any]] = {
-    "channels": {},
-    "one of three KV groups, and channels": _THIRD,
-    "one of three heads in every group, and channels": {"attention_units": "heads"} | _THIRD,
-    **{f"{count} of 30 blocks, and channels": {"drop_blocks": count} for count in (1, 2, 3, 4, 6)},
-    "channels by block": {"non_uniform": True},
+FAST, BY_BLOCK = "fast", "fast, by block"
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "channels": (FAST, {}),
     **{
-        f"{count} of 30 blocks, and channels by block": {"drop_blocks": count, "non_uniform": True}
-        for count in (1, 2, 3)
+        f"{count} of 30 blocks, and channels": (FAST, {"drop_blocks": count})
+        for count in (1, 2, 3, 4, 6)
     },
-}
-"""Settings beside `fast`, by what goes."""
-ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "channels": ("fast", {}),
-    "channels by block": ("fast, by block", {}),
-}
-"""Cases that are rows of their own in benchmarks.real."""
+    "one of three KV groups, and channels": (FAST, _THIRD),
+    "one of three heads in every group, and channels": (
+        FAST, {"attention_units": "heads"} | _THIRD,
+    ),
+    "channels by block": (BY_BLOCK, {}),
+    "2 of 30 blocks, and channels by block": (BY_BLOCK, {"drop_blocks": 2}),
+}  # fmt: skip
+"""Row of benchmarks.real and settings beside it, by what goes."""
 
 
 def settings_of(case: str, sparsity: float) -> dict[str, Any]:
-    """Return the settings of a case, with the budget that makes it comparable."""
-    settings = CASES[case]
-    return settings if case in ROWS else settings | {"budget_parameters": BUDGETS[sparsity]}
+    """Return the settings of a case beside its row's, with the budget that makes it comparable.
+
+    Channels beside whole blocks go one by one, so that budgets are met to the channel.
+    """
+    row, settings = CASES[case]
+    if row == BY_BLOCK and not settings:
+        return {}
+    exact = row == FAST and "attention_sparsity" not in settings
+    budget = {"budget_parameters": BUDGETS[sparsity]}
+    return settings | budget | ({"multiple_of": 1} if exact else {})
 
 
 def row_of(case: str, sparsity: float, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return a case's row on the real model, where it was made."""
-    name, besides = ROWS.get(case, ("fast", settings_of(case, sparsity)))
-    named = json.dumps(besides) if besides else ""
-    key = f"cpu|{sparsity}|0|{name}|0|{named}"
+    settings = settings_of(case, sparsity)
+    named = json.dumps(settings) if settings else ""
+    key = f"cpu|{sparsity}|0|{CASES[case][0]}|0|{named}"
     return next((row for row in rows if row["key"] == key), None)
 
 
@@ -67,8 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
         for case in CASES:
             if row_of(case, sparsity, rows) is None:
                 asked = json.dumps(settings_of(case, sparsity))
-                print(f"missing: benchmarks.real --rows fast --sparsity {sparsity} "
-                      f"--settings '{asked}'")  # fmt: skip
+                print(f"missing: benchmarks.real --rows '{CASES[case][0]}' "
+                      f"--sparsity {sparsity} --settings '{asked}'")  # fmt: skip
     found = measured(chosen.sparsity, chosen.repeats)
     record.save("units", arguments, {"rows": found})
     print(table(rows, found))
@@ -94,9 +99,9 @@ def measured(sparsities: list[float], repeats: int) -> list[dict[str, Any]]:
         whole = written(str(random_model(Path(place) / "dense", config)), "q8_0")
         for sparsity in sparsities:
             for case in CASES:
-                settings = settings_of(case, sparsity)
-                if settings.get("non_uniform"):
+                if CASES[case][0] == BY_BLOCK:
                     continue  # its widths follow from the weights
+                settings = settings_of(case, sparsity) | {"multiple_of": "auto"}
                 try:
                     plan = Plan.of(model, Recipe(preset="fast", sparsity=sparsity, **settings))
                 except OptionError:  # the blocks alone are more than the budget

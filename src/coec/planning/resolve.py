@@ -234,7 +234,7 @@ def _check_depth(recipe: Recipe, model: Description) -> None:
     if not (settings.propagate or settings.reconstruct):
         why = settings.left_out
         advice = "set propagate or reconstruct (preset = balanced does)"
-        if why and settings.preset != "fast":
+        if why and not model.architecture.adds:
             advice = "change that, or leave drop_blocks out"
         raise OptionError(
             "drop_blocks needs blocks that are solved on the states of the pruned model"
