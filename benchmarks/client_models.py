@@ -47,6 +47,13 @@ DEEP = {
 }  # fmt: skip
 PARTICULARS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "granite": {
         "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.7,
         "logits_scaling": 1.5,

@@ -37,7 +37,7 @@ NO_FORMAT = {
         "qwen3_moe mixed", "deepseek_v3",
     },
     "bias on o_proj": {
-        "ernie4_5", "exaone4", "glm4", "phi3", "phi3 partial", "mixtral", "glm4_moe"
+        "ernie4_5", "exaone4", "glm4", "phi3", "phi3 partial", "mixtral", "glm4_moe", "ministral3",
     },
 }  # fmt: skip
 BIASED = {variant: said for said, variants in NO_FORMAT.items() for variant in variants}

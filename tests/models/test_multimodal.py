@@ -1,4 +1,4 @@
-"""Language models inside LLaVA, Gemma 3 and Qwen2.5-VL: pruned in place, the rest as it was."""
+"""Language models inside others (LLaVA, Gemma 3, …): pruned in place, the rest as it was."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ VISION = {
     "image_size": 16,
 }  # fmt: skip
 SETTINGS = {"preset": "paper", "sparsity": 0.5, "samples": 24, "seq_len": 32}
-KINDS = ("llava", "gemma3", "qwen2_5_vl")
+KINDS = ("llava", "gemma3", "qwen2_5_vl", "mistral3")
 
 
 def config(kind):
@@ -44,6 +44,13 @@ def config(kind):
             text_config=t.Gemma3TextConfig(**SIZES, head_dim=4, sliding_window=64),
             vision_config=t.SiglipVisionConfig(**VISION, patch_size=4), mm_tokens_per_image=4,
             image_token_index=IMAGE, boi_token_index=297, eoi_token_index=298,
+        )  # fmt: skip
+    if kind == "mistral3":
+        text = {k: v for k, v in tm.raw_config("ministral3").items() if k != "model_type"}
+        return t.Mistral3Config(
+            vision_config=t.PixtralVisionConfig(**VISION, patch_size=4),
+            text_config=t.Ministral3Config(**text), image_token_index=IMAGE, spatial_merge_size=2,
+            tie_word_embeddings=False,
         )  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0]}
     vision = {"hidden_size": 16, "intermediate_size": 32, "depth": 2, "num_heads": 2,
@@ -86,6 +93,8 @@ def logits(model):
     if kind == "qwen2_5_vl":
         more["pixel_values"] = torch.randn(16, 3 * 2 * 4 * 4, dtype=torch.float64)
         more["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+    if kind == "mistral3":
+        more["image_sizes"] = torch.tensor([[16, 16]])
     if kind == "gemma3":
         more["token_type_ids"] = (ids == IMAGE).long()
     with torch.no_grad():
@@ -106,7 +115,7 @@ def masked(folder, out):
 
 CASES = [
     ("llava", {}), ("gemma3", {}), ("qwen2_5_vl", {"attention_sparsity": 0}),
-    ("llava", {"attention_units": "heads"}),
+    ("llava", {"attention_units": "heads"}), ("mistral3", {}),
 ]  # fmt: skip
 
 
