@@ -113,7 +113,7 @@ MULTIMODAL = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGen
     ("changes", "match"),
     [
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-         "'gpt2' is not supported; supported: llama, mistral, qwen2"),
+         "'gpt2' is not supported; supported: llama, mistral, ministral3, qwen2"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]},
          "not a decoder-only language model"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "not a decoder-only language model"),
