@@ -156,7 +156,8 @@ def test_a_budget_holds_whatever_blocks_go(variant, tokens, tmp_path):
         changes = {"num_hidden_layers": 6, "mlp_only_layers": [0, 1, 2, 3]}
         model = tm.save(tm.tiny(variant, **changes), model)
     settings = {**DEPTH, "calibration": tokens, "preset": "balanced", "reconstruct": 1}
-    settings |= {"propagate": False, "compensation": "none", "multiple_of": 1}
+    settings |= {"propagate": False, "final_norm": False, "compensation": "none"}
+    settings |= {"multiple_of": 1}
     report = coec.prune(model, tmp_path / "out", **settings, drop_blocks=2, budget_parameters=0.6)
     share = Dense.open(tmp_path / "out").parameters / Dense.open(model).parameters
     assert 0.5 < share <= 0.6
