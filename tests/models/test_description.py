@@ -242,3 +242,12 @@ def test_phi3_with_a_factor_for_every_frequency_keeps_its_heads(tmp_path):
         coec.plan(path, sparsity=0.5)
     plan = coec.plan(path, sparsity=0.5, attention_sparsity=0)
     assert (plan.pruned.kv_heads, plan.pruned.ffn) == (4, 20)
+
+
+def test_what_a_server_keeps_of_a_token():
+    llama = Description.of(tm.raw_config("llama", num_hidden_layers=3))
+    assert llama.cached() == 3 * 2 * 4 * 4
+    assert llama.cached(dropped=1) == 2 * 2 * 4 * 4
+    deepseek = tm.raw_config("deepseek_v3")
+    of_low_rank = deepseek["kv_lora_rank"] + deepseek["qk_rope_head_dim"]
+    assert Description.of(deepseek).cached() == 2 * of_low_rank
