@@ -145,6 +145,7 @@ def made(place: Path, removed: list[int], align: list[int]) -> list[Pruned]:
 
 
 def random_model(folder: Path, config: Any) -> Path:
+    """Write a model of a configuration with random weights in float16; return its folder."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).to(torch.float16).save_pretrained(folder)
     return folder

@@ -160,8 +160,9 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
             "size": chosen.size, "sparsity": 0.0 if row == DENSE else sparsity, "seed": seed,
             "row": row, "settings": settings, "first": chosen.first, "limit": chosen.zero_shot,
         }  # fmt: skip
-        named = "" if not chosen.settings else json.dumps(chosen.settings)
-        case["key"] = "|".join(map(str, (*list(case.values())[:4], chosen.first, named)))
+        case["key"] = key_of(
+            row, case["sparsity"], chosen.settings, chosen.size, seed, chosen.first
+        )
         if case["key"] not in done:
             cases.append(case | {"model": str(model), "shared": str(chosen.shared)})
     for text in JUDGES.values() if cases else ():  # before others run beside it: all need it
@@ -193,6 +194,19 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
 
     with ThreadPoolExecutor(chosen.jobs) as pool:
         list(pool.map(measure, cases))
+
+
+def key_of(
+    row: str,
+    sparsity: float,
+    settings: dict[str, Any] | None = None,
+    size: str = "cpu",
+    seed: int = 0,
+    first: int = 0,
+) -> str:
+    """Return what tells a row from all others; `settings` are those besides the row's own."""
+    named = json.dumps(settings) if settings else ""
+    return "|".join(map(str, (size, sparsity, seed, row, first, named)))
 
 
 def _line(row: dict[str, Any]) -> str:

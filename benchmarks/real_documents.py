@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record, units
-from benchmarks.real import ABLATION, BASELINE, DENSE, STARTS, TRAININGS, tables
+from benchmarks.real import ABLATION, BASELINE, DENSE, STARTS, TRAININGS, key_of, tables
 
 README = (
     ("the dense model", "", DENSE),
@@ -62,7 +62,7 @@ def kept() -> Rows:
     return {
         (row["row"], row["sparsity"]): row
         for row in record.load("real").get("rows", [])
-        if row["key"] == f"cpu|{row['sparsity']}|0|{row['row']}|0|"
+        if row["key"] == key_of(row["row"], row["sparsity"])
     }
 
 
@@ -70,12 +70,10 @@ def documents(rows: Rows) -> dict[str, dict[str, str]]:
     """Return what stands between the marks of every document."""
     pruned = [row for (name, _), row in rows.items() if name not in TRAININGS]
     every = tables(pruned, "cpu").strip()
+    measured, speeds = (record.load(name).get("rows", []) for name in ("real", "units"))
     blocks = {
         "real": every, "real main": main_table(rows), "real ablation": ablation(rows),
-        "real gpu": tables(record.load("real").get("rows", []), "gpu").strip(),
-        "real units": units.table(
-            record.load("real").get("rows", []), record.load("units").get("rows", [])
-        ),
+        "real gpu": tables(measured, "gpu").strip(), "real units": units.table(measured, speeds),
     }  # fmt: skip
     return {
         "README.md": {"real": readme(rows)}, "docs/lab/RESULTS.md": blocks,

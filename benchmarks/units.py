@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
+from benchmarks.real import key_of
 from benchmarks.real_model import folder
 
 BUDGETS = {0.2: 0.889009, 0.3: 0.827348}
@@ -55,9 +56,7 @@ def settings_of(case: str, sparsity: float) -> dict[str, Any]:
 
 def row_of(case: str, sparsity: float, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return a case's row on the real model, where it was made."""
-    settings = settings_of(case, sparsity)
-    named = json.dumps(settings) if settings else ""
-    key = f"cpu|{sparsity}|0|{CASES[case][0]}|0|{named}"
+    key = key_of(CASES[case][0], sparsity, settings_of(case, sparsity))
     return next((row for row in rows if row["key"] == key), None)
 
 

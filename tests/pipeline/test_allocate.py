@@ -271,6 +271,10 @@ REFUSED = {
         {"budget_parameters": 25_000, "kv_groups": "all"},
         "budget_parameters = 25,000 with kv_groups = all leaves no intermediate channels",
     ),
+    "memory of the MLP alone": (
+        {"budget_memory": "100kB", "dtype": "float32", "context": 1, "kv_groups": "all"},
+        "budget_memory = 100kB with kv_groups = all leaves no intermediate channels",
+    ),
     "two budgets": (
         {"budget_parameters": 0.9, "budget_memory": "1GB"},
         "budget_parameters and budget_memory are both a budget",

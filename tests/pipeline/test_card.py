@@ -72,13 +72,14 @@ def command_of(folder):
             "reconstruct_rate": 0.002,
         },
         {"reconstruct": 0, "propagate": False, "final_norm": False},
+        {"preset": "fast", "dtype": "float32", "budget_memory": "120kB", "context": 16},
         {
             "preset": "fast",
             "compensation": "none",
             "kept": {"layers.1.mlp": list(range(7)), "layers.0.mlp": [1]},
         },
     ],
-    ids=["paper", "fast", "best", "best changed", "fits off", "kept"],
+    ids=["paper", "fast", "best", "best changed", "fits off", "memory", "kept"],
 )
 def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path, run):
     if "kept" in settings:
@@ -91,6 +92,13 @@ def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path,
     assert (out / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
     recipes = [json.loads((one / "coec.json").read_text())["recipe"] for one in (out, again)]
     assert recipes[0] | {"kept": None} == recipes[1] | {"kept": None}
+
+
+def test_the_card_says_what_memory_was_asked_for(here, tmp_path):
+    settings = {"preset": "fast", "dtype": "float32", "budget_memory": "120kB", "context": 16}
+    coec.prune("dense", tmp_path / "out", **FEW, **settings)
+    said = "a rest of at most 120kB, keys and values of 16 tokens included"
+    assert said in " ".join(card_of(tmp_path / "out").split())
 
 
 def test_the_card_says_preset_and_reconstruction(here, tmp_path):

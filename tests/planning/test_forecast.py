@@ -243,6 +243,15 @@ def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said)
             check_room(plan, how, card)
 
 
+def test_states_without_a_block_wait_on_the_host(tmp_path):
+    raw = tm.raw_config("llama", num_hidden_layers=4)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    plan, how = planned(tmp_path, CUDA, preset="fast", drop_blocks=1)
+    choosing = {phase.name: phase for phase in Forecast.of(plan, how).phases}["choosing blocks"]
+    assert "states without a block" in choosing.host
+    assert "states without a block" not in choosing.device
+
+
 def test_states_wait_on_a_gpu_that_has_room_for_them(folder):
     plan, how = planned(folder, CUDA, preset="fast", samples=512)
     free = FreeMemory(device=10**12, host=10**12)

@@ -75,7 +75,7 @@ def shares_for(
         parameters_left = sum(size.numel() for size in shapes.values()) - removed(_STEPS - 1)
         rounded = _rounded(pruning)
         raise OptionError(
-            f"{budget_of(pruning)}{rounded} cannot be met: "
+            f"{pruning.budget}{rounded} cannot be met: "
             f"{parameters_left:,} parameters are left however much is removed; allow more"
             + (", or take a smaller multiple" if rounded else "")
         )
@@ -83,15 +83,6 @@ def shares_for(
     steps = range(1, _STEPS)
     first = bisect_left(steps, goal, key=removed)
     return replace(pruning, sparsity=steps[first] / _STEPS)
-
-
-def budget_of(pruning: Pruning) -> str:
-    """Return the budget as it was given: a size, a share as it is, parameters in full."""
-    if pruning.budget_memory is not None:
-        return f"budget_memory = {pruning.budget_memory}"
-    budget = pruning.budget_parameters
-    assert budget is not None
-    return "budget_parameters = " + (f"{budget:g}" if budget < 1 else f"{budget:,.0f}")
 
 
 def _rounded(pruning: Pruning) -> str:
@@ -182,9 +173,7 @@ def whole_attention(
         for site in paying:
             less = math.ceil(spared / payers / parameters(site, shapes))
             if less >= widths.of(site):
-                wanted_share = f"sparsity {pruning.sparsity:g}"
-                if pruning.budget_parameters is not None:
-                    wanted_share = budget_of(pruning)
+                wanted_share = pruning.budget or f"sparsity {pruning.sparsity:g}"
                 raise OptionError(
                     f"{wanted_share} with kv_groups = all leaves no {site.unit}s: "
                     "remove less, or keep kv_groups = uniform"

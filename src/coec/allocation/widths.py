@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from coec.errors import OptionError
-from coec.models.layout import Layout, Site
+from coec.models.layout import BlockLayout, Layout, Site
 from coec.settings.parts import Pruning
 
 MULTIPLES = (256, 128, 64, 32)
@@ -55,8 +55,7 @@ class Widths:
         removed = 0
         for block in layout.blocks:
             if block.index in dropped:
-                inside = (size for name, size in shapes.items() if name.startswith(block.prefix))
-                removed += sum(size.numel() for size in inside)
+                removed += parameters_inside(block, shapes)
                 continue
             for site in block.sites:
                 kept = self.of(site) if self.stays(site) else 0
@@ -65,6 +64,11 @@ class Widths:
             if self.experts is not None and (router := block.router) is not None:
                 removed += (router.stop - self.experts) * shapes[router.tensor][1]
         return removed
+
+
+def parameters_inside(block: BlockLayout, shapes: Mapping[str, torch.Size]) -> int:
+    """Return the parameters of a whole block."""
+    return sum(size.numel() for name, size in shapes.items() if name.startswith(block.prefix))
 
 
 def parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:

@@ -16,7 +16,6 @@ from coec.evaluation.pair import ModelPair, check_dtype
 from coec.evaluation.settings import Workload
 from coec.events import Progress
 from coec.models.dense import Dense
-from coec.models.depth import without_blocks
 from coec.models.description import Description
 from coec.models.files import JsonDict
 from coec.planning import Plan
@@ -85,7 +84,7 @@ def efficiency(
     if pruned is None:
         recipe = Recipe(preset="paper", sparsity=0.3 if sparsity is None else sparsity)
         plan = Plan.of(before, recipe)
-        after = Description.of(without_blocks(plan.output.config, plan.dropped))
+        after = Description.of(plan.output.config)
     else:
         after = Description.read(pruned)
     return Efficiency(_cost(before, dtype), _cost(after, dtype))

@@ -24,13 +24,11 @@ def without_blocks(config: JsonDict, dropped: Collection[int]) -> JsonDict:
         return config
     layers = config[_LAYERS]
     stay = [index for index in range(layers) if index not in dropped]
-    resolved: Any = AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})
-    derived = {key: value for key in _BY_BLOCK if (value := getattr(resolved, key, None))}
     short = {
         key: [value[index] for index in stay]
         if isinstance(value, list) and len(value) == layers
         else value
-        for key, value in (config | derived).items()
+        for key, value in (config | _kinds(config)).items()
     } | {_LAYERS: len(stay)}
     if _FIRST in config:
         short[_FIRST] = sum(index < config[_FIRST] for index in stay)
@@ -45,9 +43,13 @@ def without_blocks(config: JsonDict, dropped: Collection[int]) -> JsonDict:
 
 def has_kinds(config: JsonDict) -> bool:
     """Tell whether layers are of several kinds, which programs may take from their numbers."""
+    return any(len(set(kinds)) > 1 for kinds in _kinds(config).values())
+
+
+def _kinds(config: JsonDict) -> dict[str, list[Any]]:
+    """Return the lists of `_BY_BLOCK` as the class has them, given or derived; none it lacks."""
     resolved: Any = AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})
-    lists = (getattr(resolved, key, None) or () for key in _BY_BLOCK)
-    return any(len(set(kinds)) > 1 for kinds in lists)
+    return {key: value for key in _BY_BLOCK if (value := getattr(resolved, key, None))}
 
 
 def renumbered(name: str, dropped: Collection[int]) -> str | None:

@@ -305,6 +305,9 @@ def _share(recipe: Mapping[str, Any]) -> str:
     shared = "" if allocation == "uniform" else f", shared among blocks by `{allocation}`"
     if experts := recipe.get("expert_sparsity"):
         shared += f", and {experts:.4g} of whole experts"
+    if memory := recipe.get("budget_memory"):
+        room = f"{memory}, keys and values of {recipe['context']:,} tokens included"
+        return f"a rest of at most {room}{shared}"
     if budget is not None:
         share = f"{budget:.4g} of the parameters" if budget < 1 else f"{budget:,.0f} parameters"
         return f"a rest of at most {share}{shared}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from coec.allocation.widths import parameters_inside
 from coec.calibration.sources import Documents, mixture
 from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.devices import (
@@ -32,7 +33,7 @@ _NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""
 _CHARACTER_BYTES = 170
 """Memory that tokenising one character takes, measured (docs/FORMATS.md)."""
-_ON_HOST = ("program", "text", "hidden states", "consumers", "shard")
+_ON_HOST = ("program", "text", "hidden states", "states without a block", "consumers", "shard")
 """Purposes that are on the host; hidden states may be on the device instead."""
 
 
@@ -111,10 +112,8 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
     """Estimate bytes by purpose; those of solves for one kind of site, or for the widest."""
     layout, shapes, recipe = plan.model.layout, plan.model.shapes, plan.recipe
     stored, forward = compute.stored.itemsize, compute.forward.itemsize
-    block = max(
-        sum(shape.numel() for name, shape in shapes.items() if name.startswith(block.prefix))
-        for block in layout.blocks
-    )
+    block = max(parameters_inside(block, shapes) for block in layout.blocks)
+    state = plan.dense.hidden * forward  # of a token
     # The embedding is on the device while windows are embedded, before any block is.
     embedding, tokens = shapes[layout.embedding].numel(), plan.tokens
     settings = recipe.reconstruction
@@ -132,11 +131,8 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         "text": _text(plan),
         "block's weights": max(models * block, embedding)
         * (stored + forward if compute.device == "cpu" else forward),
-        "hidden states": _waiting_tokens(plan) * plan.dense.hidden * forward,
-        "states without a block": plan.dense.layers
-        * tried_tokens(plan)
-        * plan.dense.hidden
-        * forward,
+        "hidden states": _waiting_tokens(plan) * state,
+        "states without a block": plan.dense.layers * tried_tokens(plan) * state,
         "consumers": _pruned_consumers(plan) * forward,
         "forward pass": batch * per_token,
         "statistics": sums * _grams(plan, layout.sites) + 8 * widest**2,
@@ -231,8 +227,7 @@ def _training(plan: Plan, compute: ComputeConfig) -> int:
         return 0
     itemsize = compute.forward.itemsize
     weights = max(
-        sum(s.numel() for name, s in plan.pruned_shapes.items() if name.startswith(block.prefix))
-        for block in plan.model.layout.blocks
+        parameters_inside(block, plan.pruned_shapes) for block in plan.model.layout.blocks
     )
     active = 24 * plan.dense.hidden + 6 * plan.dense.ffn  # numbers, for each token
     return (itemsize + 5 * max(4, itemsize)) * weights + step_tokens(plan.seq_len) * active * max(

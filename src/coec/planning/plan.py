@@ -1,14 +1,14 @@
 """The plan: how many units stay and in which format, decided from the configuration alone."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
 
 from coec.allocation.by_importance import Importances, by_importance
-from coec.allocation.uniform import budget_of, shares_for, uniform, whole_attention
-from coec.allocation.widths import Rounding, Widths
+from coec.allocation.uniform import shares_for, uniform, whole_attention
+from coec.allocation.widths import Rounding, Widths, parameters_inside
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.errors import OptionError
 from coec.models.depth import renumbered
@@ -157,12 +157,11 @@ class Plan:
         if dropped is None:
             dropped = tuple(range(last - pruning.drop_blocks, last))
         removed = 0 if budget is None else model.parameters - budget
-        whole = sum(_numel(model.shapes, block.prefix) for block in model.layout.blocks
-                    if block.index in dropped)  # fmt: skip
-        if budget is not None and dropped and removed <= whole and not chosen:
+        inside = sum(parameters_inside(model.layout.blocks[n], model.shapes) for n in dropped)
+        if budget is not None and not chosen and removed <= inside:
             raise OptionError(
                 f"drop_blocks = {pruning.drop_blocks} alone leaves fewer parameters than "
-                f"{budget_of(pruning)}: leave out one of the two"
+                f"{pruning.budget}: leave out one of the two"
             )
         shared = recipe.allocation.importance is not None
         later = shared and not (kept and kept.covers(model.layout))
@@ -188,7 +187,7 @@ class Plan:
 
     def without(self, blocks: tuple[int, ...], rule: str) -> "Plan":
         """Return the plan by a rule that leaves these blocks out, within the same budget."""
-        if parameter_budget(self.model, self.recipe.pruning) is None:
+        if self.recipe.pruning.budget is None:
             return replace(self, dropped=blocks, chosen=True)
         plan = Plan._by_rule(self.model, self.recipe, rule, blocks)
         return replace(plan, remarks=self.remarks)
@@ -413,10 +412,6 @@ def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: S
         "no stock format holds: keep as many units in every block"
         + ("" if model.architecture.blocks.experts else code)
     )
-
-
-def _numel(shapes: Mapping[str, torch.Size], prefix: str) -> int:
-    return sum(shape.numel() for name, shape in shapes.items() if name.startswith(prefix))
 
 
 def _check_divides(pruned: Shape, gpus: int) -> None:

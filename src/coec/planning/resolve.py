@@ -185,12 +185,11 @@ def parameter_budget(model: Description, pruning: Pruning) -> int | None:
     Raises:
         OptionError: nothing would go, or nothing can be left.
     """
-    before = model.parameters
     if pruning.budget_memory is not None:
         return _within_memory(model, pruning)
     if pruning.budget_parameters is None:
         return None
-    budget = pruning.budget_parameters
+    before, budget = model.parameters, pruning.budget_parameters
     budget = int(budget * before) if budget < 1 else int(budget)
     if budget >= before:
         inside = " as a language model alone" if model.around else ""

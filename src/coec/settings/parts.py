@@ -204,6 +204,18 @@ class Pruning(Settings):
         return self.sparsity if share_of_kind is None else share_of_kind
 
     @property
+    def budget(self) -> str | None:
+        """The budget as it was given, such as `budget_memory = 16GB`; None where sparsity decides.
+
+        A share stands as it is, parameters in full.
+        """
+        if self.budget_memory is not None:
+            return f"budget_memory = {self.budget_memory}"
+        if (left := self.budget_parameters) is None:
+            return None
+        return "budget_parameters = " + (f"{left:g}" if left < 1 else f"{left:,.0f}")
+
+    @property
     def own_shares(self) -> frozenset[str]:
         """The kinds of sites that have a fraction of their own."""
         shares = {"attention": self.attention_sparsity, "mlp": self.mlp_sparsity}
