@@ -115,13 +115,13 @@ real: .venv/ready  ## the presets and their peers on a real model, docs/lab/RESU
 	@$(BIN)/python -m benchmarks.real
 
 results: .venv/ready  ## the paper's experiments on small trained models, docs/lab/SMALL_MODELS.md (needs ../shared)
-	@$(BIN)/coec sweep benchmarks/grids/small-models.toml results --jobs 2
+	@$(BIN)/coec sweep benchmarks/grids/small-models.toml results
 	@$(BIN)/coec report results
-	@$(BIN)/coec sweep benchmarks/grids/zero-shot.toml results-zero-shot --jobs 2
+	@$(BIN)/coec sweep benchmarks/grids/zero-shot.toml results-zero-shot
 	@$(BIN)/coec report results-zero-shot
 
 results-beyond: .venv/ready  ## the presets beside every repair, docs/lab/SMALL_MODELS.md (needs ../shared; hours)
-	@$(BIN)/coec sweep benchmarks/grids/beyond.toml results-beyond --jobs 2
+	@$(BIN)/coec sweep benchmarks/grids/beyond.toml results-beyond
 	@$(BIN)/coec report results-beyond
 
 clean:  ## remove the environments, what the demo wrote, and what docs and dist made

@@ -1,14 +1,8 @@
 """The sweep: the same numbers as one by one, resumable, and a failure is a row."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,20 +198,6 @@ def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):
     assert sorted(p.name for p in folder.iterdir()) == [".lock", RESULTS]
 
 
-@pytest.mark.slow
-def test_worker_processes_give_the_same_rows_in_the_same_order(place, whole, tmp_path):
-    sweep(cells_of(place), tmp_path / "out", jobs=2)
-    rows = records(tmp_path / "out")
-    assert list(rows) == list(whole)
-    for name, row in rows.items():
-        ours, theirs = timeless(whole[name]), timeless(row)
-        # another thread count may round differently
-        assert theirs.pop("perplexity")["perplexity"] == pytest.approx(
-            ours.pop("perplexity")["perplexity"], rel=1e-6
-        )
-        assert theirs["settings"] == ours["settings"]
-
-
 def test_interrupted_and_run_again_the_rows_are_the_same(place, whole, monkeypatch, tmp_path):
     cells, after = cells_of(place), 4
     monkeypatch.setattr(module, "run", failing(cell_module.run, KeyboardInterrupt(), after + 1))
@@ -326,48 +306,6 @@ def test_an_interrupted_cell_leaves_no_model(place, monkeypatch, tmp_path):
     assert not list((tmp_path / "out" / "models").iterdir())
 
 
-def children(pid):
-    """Processes that this one started: two workers, and what keeps track of shared memory."""
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def started(place, out, begun, *more):
-    """A sweep in processes of its own, as soon as it has begun."""
-    command = [sys.executable, "-m", "coec", "sweep", str(place / "grid.toml"), str(out), *more]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen(
-        command, env=environment, stderr=subprocess.PIPE, start_new_session=True
-    )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and child.poll() is None and not begun(child):
-        time.sleep(0.01)
-    return child
-
-
-def rows_in(out):
-    """Number of whole lines."""
-    return (out / RESULTS).read_bytes().count(b"\n") if (out / RESULTS).is_file() else 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at_work", [True, False])
-def test_workers_are_quiet_when_they_are_interrupted(at_work, place, tmp_path):
-    """Ctrl-C reaches every process of the terminal's group.
-
-    A worker takes seconds to import what it needs, and cannot answer a signal before.
-    """
-    out = tmp_path / "out"
-    child = started(
-        place, out, lambda child: rows_in(out) if at_work else len(children(child.pid)) > 2,
-        "--jobs", "2",
-    )  # fmt: skip
-    os.killpg(child.pid, signal.SIGINT)
-    said = child.communicate(timeout=60)[1].decode()
-    assert child.returncode == 130
-    assert "Traceback" not in said
-    assert not at_work or "the same command goes on with the rest" in said
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [("samples = [6, 60]", "too little calibration text"),
@@ -456,9 +394,8 @@ def test_the_command(place, copied, run):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--jobs", "0"], "jobs must be a whole number of at least 1, got 0"),
-        (["--executor", "ray", "--jobs", "2"], "jobs has no effect with executor = ray"),
-        (["--executor", "cloud"], "executor must be one of processes, ray, got 'cloud'"),
+        (["--address", "auto"], "address has no effect with executor = here"),
+        (["--executor", "cloud"], "executor must be one of here, ray, got 'cloud'"),
         (["--tasks", "arc_eazy"], "has no task 'arc_eazy'; did you mean arc_easy"),
         (["--device", "gpu"], "device"),
     ],

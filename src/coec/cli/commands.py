@@ -31,7 +31,7 @@ _EXAMPLES = {
     "export": ("coec export OUT model.gguf --dtype q8_0",
                "coec export OUT model.gguf --context 8192"),
     "sweep": ("coec sweep main RESULTS --model MODEL --dry-run",
-              "coec sweep grid.toml RESULTS --jobs 2"),
+              "coec sweep grid.toml RESULTS --executor ray"),
     "analyze": ("coec analyze DENSE PRUNED", "coec analyze MODEL --config-only"),
     "methods": ("coec methods", "coec methods --json"),
     "report": ("coec report RESULTS", "coec report RESULTS --json"),

@@ -41,10 +41,10 @@ _MODEL = CommandFlag(
     "A dense model, besides those of the grid; may be given several times.", metavar="MODEL",
 )  # fmt: skip
 _RUNNING = (
-    CommandFlag("jobs", int, "Cells solved at once, each in its own process. Default: 1."),
     CommandFlag(
         "executor", str,
-        "Where cells are solved: processes, or a ray cluster. Default: processes.",
+        "Where cells are run: here, one after another, or as tasks of a ray cluster. "
+        "Default: here.",
     ),
     CommandFlag("address", str, "Of a Ray cluster, as in `coec prune`."),
     common.DEVICE,

@@ -25,7 +25,6 @@ import torch
 from coec.errors import CoecError, OptionError, first_line
 from coec.events import record
 from coec.execution.output import nearest
-from coec.execution.workers import begin_process
 from coec.version import __version__
 
 ANSWER_S = 5
@@ -336,6 +335,15 @@ def lost(error: LostError, times: int = RETRIES + 1) -> CoecError:
         f"work was lost {times} times with a process or a node of the cluster ({error}): "
         "what is finished is kept, and the same command goes on with the rest"
     )
+
+
+def begin_process(threads: int) -> None:
+    """Let a new process use so many threads, and keep its libraries from chatter."""
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def _carry_out(threads: int, function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:

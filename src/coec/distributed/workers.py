@@ -15,10 +15,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coec.distributed.cluster import HALF, LOOK_S, PATIENCE_S, SHORT_S, Cluster, LostError
+from coec.distributed.cluster import (
+    HALF,
+    LOOK_S,
+    PATIENCE_S,
+    SHORT_S,
+    Cluster,
+    LostError,
+    begin_process,
+)
 from coec.errors import CoecError
 from coec.events import record
-from coec.execution.workers import begin_process
 from coec.models.dense import Dense, Prefetcher
 from coec.planning.run import Run
 from coec.streaming.dense_stream import DenseStream, Sums

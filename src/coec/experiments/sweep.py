@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from coec.errors import CalibrationError, CoecError, OptionError, OutputError, U
 from coec.evaluation.zero_shot import check_tasks
 from coec.events import RESUMING, Progress
 from coec.execution import output
-from coec.execution.workers import Workers
 from coec.experiments.cell import (
     CellIdentity,
     CellJob,
@@ -35,7 +34,7 @@ from coec.experiments.cell import (
 )
 from coec.experiments.files import Store
 from coec.experiments.grid import Cell
-from coec.experiments.rows import NO_REASON
+from coec.experiments.rows import NO_REASON, Row
 from coec.models.dense import Dense
 from coec.pipeline.collect import collect
 from coec.planning.recipe import Recipe
@@ -65,8 +64,8 @@ class Running:
     """Settings of a run of cells.
 
     Attributes:
-        jobs: worker processes, 1 by default; rows are in the grid's order all the same.
-        executor: `processes` of this machine, or `ray`, where every cell is a task.
+        executor: `here`, cell after cell in this process, or `ray`, where every cell is a task;
+            rows are in the grid's order all the same.
         address: of a Ray cluster, as in `prune`.
         statistics: results of `collect` on some of the models, whose cells then take their
             calibration from there; settings of the cells must agree.
@@ -75,8 +74,7 @@ class Running:
         retry_failed: run cells again whose row says that they failed.
     """
 
-    jobs: int | None = None
-    executor: str = "processes"
+    executor: str = "here"
     address: str | None = None
     device: str = "auto"
     statistics: Sequence[str | Path | Statistics] = ()
@@ -91,13 +89,10 @@ class Running:
             CoecError: a task is unknown, there is no such device or executor, or settings of it do
                 not go together.
         """
-        if self.executor not in ("processes", "ray"):
-            raise OptionError(f"executor must be one of processes, ray, got {self.executor!r}")
-        if self.jobs is not None and self.jobs < 1:
-            raise OptionError(f"jobs must be a whole number of at least 1, got {self.jobs}")
-        idle = "jobs" if self.executor == "ray" else "address"
-        if getattr(self, idle) is not None:
-            raise without_effect(idle, f"executor = {self.executor}")
+        if self.executor not in ("here", "ray"):
+            raise OptionError(f"executor must be one of here, ray, got {self.executor!r}")
+        if self.executor == "here" and self.address is not None:
+            raise without_effect("address", "executor = here")
         evaluations = (cell.subject.evaluation for cell in cells)
         for tasks, data in dict.fromkeys((e.tasks, e.tasks_data) for e in evaluations):
             if tasks:
@@ -111,16 +106,15 @@ class Running:
         return [c for c in group if (row := rows[c.id]) is None or row.status in again]
 
     @contextmanager
-    def workers(self, out: Path, device: str) -> Iterator[Workers | ClusterJobs]:
-        """Start the executor of the cells; OptionError where a cluster cannot carry them out."""
-        if self.executor == "processes":
-            with Workers(self.jobs or 1) as workers:
-                yield workers
+    def mapped(self, out: Path, device: str) -> Iterator[Callable[..., Iterable[Row]]]:
+        """Give the `map` that runs the cells; OptionError where a cluster cannot carry them out."""
+        if self.executor == "here":
+            yield map
             return
         with joined(self.address) as cluster:
             with shared_folder(out) as look:
                 cluster.check_nodes(look, look(), f"the folder '{out}'")
-            yield ClusterJobs(cluster, cluster.device(device))
+            yield ClusterJobs(cluster, cluster.device(device)).map
 
 
 def sweep(
@@ -155,7 +149,7 @@ def sweep(
     cells = resolved(cells, models, saved, device)
     subjects = open_subjects(cells, models, saved, device)
     identity_of = identities(cells, subjects)
-    with running.workers(out, device) as workers, Store(out).writing() as store:
+    with running.mapped(out, device) as mapped, Store(out).writing() as store:
         _check_identities(cells, identity_of, store)
         # Cells without a row, by the dense pass that they share
         groups = _groups(cells, out)
@@ -176,7 +170,7 @@ def sweep(
                 CellJob(cell, subject, models_folder / cell.id, running.keep_models, device, shared)
                 for cell in group
             ]
-            for row in workers.map(run, jobs):
+            for row in mapped(run, jobs):
                 store.append(row.changed(identity=identity_of[row.cell]))
                 finished += 1
                 if progress:
