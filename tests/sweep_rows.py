@@ -51,12 +51,12 @@ def perplexity(value: float, **changes) -> dict:
     }  # fmt: skip
 
 
-def zero_shot(mean: float, tasks=TASKS, at_chance=()) -> dict:
+def zero_shot(mean: float, tasks=TASKS) -> dict:
     """A zero-shot result whose tasks all score the same."""
     entry = {"acc_norm": None, "items": 100, "metric": "acc", "stderr": 0.02}
     return {
         "tasks": {t: {**entry, "acc": mean, "value": mean, "chance": c} for t, c in tasks.items()},
-        "mean": mean, "mean_stderr": 0.01, "at_chance": list(at_chance),
+        "mean": mean, "mean_stderr": 0.01,
     }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def measured(model, sparsity, selection, compensation, draw, **changes) -> dict:
     harm *= 1 + 4 / samples + draw.gauss(0, 0.02)
     before = 260_000 if model == "stories260K" else 3_050_000
     made["perplexity"] = perplexity(MODELS[model] * (1 + harm))
-    made["zero_shot"] = zero_shot(0.39 - 0.05 * harm, at_chance=["boolq", "rte"])
+    made["zero_shot"] = zero_shot(0.39 - 0.05 * harm)
     made["parameters"] = {"before": before, "after": int(before * (1 - 0.8 * sparsity))}
     made["cost"] = {
         "weight_bytes": 4 * made["parameters"]["after"], "peak_memory_bytes": 600 * 2**20,

@@ -1,6 +1,5 @@
 """Zero-shot scores against the obvious loop, and against lm-eval's own command."""
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -20,7 +19,6 @@ from coec.errors import CalibrationError, ModelError, OptionError
 from coec.evaluation import harness
 from coec.evaluation import zero_shot as module
 from coec.evaluation.harness import official_tasks
-from coec.evaluation.zero_shot import TaskScore
 from outcomes import WORK, one_line, raising
 
 pytestmark = pytest.mark.usefixtures("few_tasks")
@@ -162,7 +160,6 @@ def test_the_mean_is_over_the_metrics_of_the_paper_and_the_record_says_what_was_
     assert result.mean_stderr == pytest.approx(stderr)
     assert boolq.chance == 1 / 2
     assert arc.chance == pytest.approx((1 / 3 + 1 / 4 + 1 / 3) / 3)
-    assert (boolq.majority, arc.majority) == (1 / 2, None)
 
     record = json.loads(json.dumps(result.as_dict()))
     assert list(record["tasks"]) == ["boolq", "arc_easy"]
@@ -179,8 +176,7 @@ def test_a_limit_takes_the_first_items(folder, data):
         assert score.items == 2
         assert score.acc == naive(folder, score.task, ROWS[score.task][:2])["acc"]
     one = coec.zero_shot(folder, "boolq", tasks_data=data, limit=1)
-    assert (one.tasks[0].stderr, one.mean_stderr, one.tasks[0].majority) == (None, None, None)
-    assert one.mean_at_chance
+    assert (one.tasks[0].stderr, one.mean_stderr) == (None, None)
 
 
 def test_requests_beyond_the_window_are_cut_and_counted(folder, data):
@@ -196,37 +192,6 @@ def test_requests_beyond_the_window_are_cut_and_counted(folder, data):
         assert result.truncated == cut, seq_len  # " no" has 3 tokens, " yes" 4
     with pytest.raises(OptionError, match="an answer has 4 tokens, more than seq_len=3"):
         coec.zero_shot(folder, "boolq", tasks_data=data, seq_len=3)
-
-
-SCORE = TaskScore("task", "1", 100, "acc", 0.5, 0.05, 0.5, 0.05, None, None, 0.5, None, {}, "hub")
-
-
-@pytest.mark.parametrize(
-    ("changes", "at_chance"),
-    [
-        ({"value": 0.59}, True),
-        ({"value": 0.61}, False),
-        ({"value": 0.1}, True),
-        ({"value": 0.61, "majority": 0.6}, True),
-        ({"value": 0.71, "majority": 0.6}, False),
-        ({"value": 1.0, "stderr": 0.0, "items": 3}, True),
-        ({"value": 1.0, "stderr": 0.0, "items": 5}, False),
-        ({"value": 0.33, "chance": 0.25}, True),
-        ({"value": 0.34, "chance": 0.25}, False),
-        ({"chance": None}, None),
-        ({"value": None}, None),
-    ],
-)
-def test_a_score_is_compared_with_guessing(changes, at_chance):
-    assert dataclasses.replace(SCORE, **changes).at_chance is at_chance
-
-
-def test_the_mean_is_compared_with_guessing_over_all_tasks():
-    """Four scores, each within the noise, are together beyond it."""
-    score = dataclasses.replace(SCORE, value=0.58)
-    assert score.at_chance
-    assert module._at_chance([score] * 4) is False
-    assert module._at_chance([score, dataclasses.replace(score, chance=None)]) is None
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -314,7 +279,7 @@ def test_a_task_without_accuracy_keeps_the_metrics_of_lm_eval(folder, tmp_path):
     (score,) = result.tasks
     assert (score.metric, score.value, score.acc, score.chance) == (None,) * 4
     assert {"word_perplexity", "byte_perplexity", "bits_per_byte"} <= score.other.keys()
-    assert (result.mean, result.mean_stderr, result.mean_at_chance) == (None, None, None)
+    assert (result.mean, result.mean_stderr) == (None, None)
 
 
 @pytest.mark.slow

@@ -58,7 +58,6 @@ WRONG = [
     ("perplexity.text_sha256", 1, "perplexity.text_sha256 must be a valid string"),
     ("zero_shot.tasks.rte", "x", "zero_shot.tasks.rte must be a valid dictionary"),
     ("zero_shot.tasks.rte.stderr", "x", "zero_shot.tasks.rte.stderr must be a valid number"),
-    ("zero_shot.at_chance", True, "zero_shot.at_chance must be a valid list, got True"),
     ("parameters.after", 1.5, "parameters.after must be a valid integer, got 1.5"),
     ("cost.weight_bytes", 10**400, "cost.weight_bytes must be less than 18446744073709551616"),
     ("sites", {}, "sites must be a valid list, got {}"),
@@ -131,7 +130,7 @@ def test_a_row_that_is_written_again_keeps_what_nobody_reads(tmp_path):
 @pytest.mark.parametrize(
     "place",
     [
-        "labels.main", "perplexity.text_sha256", "zero_shot.tasks", "zero_shot.at_chance",
+        "labels.main", "perplexity.text_sha256", "zero_shot.tasks",
         "zero_shot.tasks.rte", "parameters.after", "cost.weight_bytes", "sites.1.rounds",
         "sites.1.error_after", "sites.1.geometry", "calibration.windows_sha256",
         "seconds.pruning", "environment.coec", "settings.options", "settings.selection",

@@ -154,16 +154,12 @@ def _of_tasks(scores: "ZeroShot | None") -> Iterator["RenderableType"]:
         }
         if score.metric in cells:
             cells[score.metric] = Text(str(cells[score.metric]), style="bold")
-        rows.append((score.task, f"{score.items:,}", *cells.values(), _number(score.guessing)))
-    yield common.table(("task", "items", "acc", "acc_norm", "guessing"), rows)
+        rows.append((score.task, f"{score.items:,}", *cells.values(), _number(score.chance)))
+    yield common.table(("task", "items", "acc", "acc_norm", "chance"), rows)
     for score in scores.tasks:
         yield from (f"{score.task}: {name} {value:.4f}" for name, value in score.other.items())
     if scores.mean is not None:
         yield f"\nmean of the metrics in bold: {_number(scores.mean, scores.mean_stderr)}"
-    if scores.mean_at_chance:
-        yield "these scores are at chance: they say nothing about this model"
-    elif scores.at_chance:
-        yield f"at chance: {', '.join(scores.at_chance)}"
     if scores.truncated:
         yield (
             f"{scores.truncated:,} requests were longer than {scores.seq_len} tokens and lost "

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,8 +30,6 @@ PAPER_METRICS = {
 }
 """The seven tasks, and the metric of each in the paper's tables."""
 SEVEN = "seven"
-_SIGNIFICANT = 2.0
-"""Standard errors above guessing from which a score is meaningful."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class TaskScore:
             needs two items).
         chance: expected score of guessing, the mean of 1 / choices over the items; None unless the
             task is multiple choice.
-        majority: score of always giving the commonest answer, if all items have the same choices.
         data: SHA-256 of the local file, or "hub".
     """
 
@@ -63,19 +59,8 @@ class TaskScore:
     acc_norm: float | None
     acc_norm_stderr: float | None
     chance: float | None
-    majority: float | None
     other: dict[str, float]
     data: str
-
-    @property
-    def guessing(self) -> float | None:
-        """The best score that needs no understanding."""
-        return None if self.chance is None else max(self.chance, self.majority or 0.0)
-
-    @property
-    def at_chance(self) -> bool | None:
-        """True if the score is within 2 standard errors of guessing, or below; None if unknown."""
-        return _at_chance([self])
 
 
 @dataclass(frozen=True)
@@ -84,8 +69,6 @@ class ZeroShot:
 
     Attributes:
         mean, mean_stderr: mean of the paper's metrics over the tasks that have one; √Σse²/n.
-        mean_at_chance: true if the mean is within 2 standard errors of guessing; None if unknown.
-        at_chance: the tasks whose score is.
         truncated: number of requests longer than `seq_len` tokens, cut on the left.
         limit: items per task; None for all.
     """
@@ -93,8 +76,6 @@ class ZeroShot:
     tasks: tuple[TaskScore, ...]
     mean: float | None
     mean_stderr: float | None
-    mean_at_chance: bool | None
-    at_chance: tuple[str, ...]
     truncated: int
     limit: int | None
     seq_len: int
@@ -106,7 +87,7 @@ class ZeroShot:
     def as_dict(self) -> JsonDict:
         """List every field by name, and the tasks by name."""
         tasks = {score.task: asdict(score) for score in self.tasks}
-        return {**asdict(self), "tasks": tasks, "at_chance": list(self.at_chance)}
+        return {**asdict(self), "tasks": tasks}
 
 
 def zero_shot(
@@ -161,8 +142,6 @@ def zero_shot(
             tasks=scores,
             mean=mean,
             mean_stderr=mean_stderr,
-            mean_at_chance=_at_chance(scores),
-            at_chance=tuple(score.task for score in scores if score.at_chance),
             truncated=lm.truncated,
             limit=rules.limit,
             seq_len=length,
@@ -201,7 +180,6 @@ def _score(
     }
     fields = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
     metric = PAPER_METRICS.get(name) or next((m for m in ("acc_norm", "acc") if m in numbers), None)
-    chance, majority = _guesses(task, limit)
     return TaskScore(
         task=name,
         version=str(results["versions"][name]),
@@ -210,26 +188,18 @@ def _score(
         value=numbers.get(metric or ""),
         stderr=numbers.get(f"{metric}_stderr"),
         **{key: numbers.get(key) for key in fields},
-        chance=chance,
-        majority=majority,
+        chance=_chance(task, limit),
         other={key: value for key, value in numbers.items() if key not in fields},
         data="hub" if files is None else sha256(files[name]),
     )
 
 
-def _guesses(task: Any, limit: int | None) -> tuple[float | None, float | None]:
-    """Score of guessing, and of the commonest answer if all items have the same choices."""
+def _chance(task: Any, limit: int | None) -> float | None:
+    """Return the expected score of guessing at random; None unless the task is multiple choice."""
     if task.OUTPUT_TYPE != "multiple_choice":
-        return None, None
-    # Guessing at random: the mean of 1 / choices. Always the commonest answer: its share, where the
-    # choices are the same everywhere.
+        return None
     items = [item for _, item in task.doc_iterator(limit=limit)]
-    choices = [tuple(task.doc_to_choice(item)) for item in items]
-    chance = sum(1 / len(offered) for offered in choices) / len(items)
-    if len(items) == 1 or len(set(choices)) > 1:
-        return chance, None
-    answers = Counter(str(task.doc_to_target(item)) for item in items)
-    return chance, answers.most_common(1)[0][1] / len(items)
+    return sum(1 / len(task.doc_to_choice(item)) for item in items) / len(items)
 
 
 def _mean(scores: Sequence[TaskScore]) -> tuple[float | None, float | None]:
@@ -243,20 +213,3 @@ def _mean(scores: Sequence[TaskScore]) -> tuple[float | None, float | None]:
         return mean, None
     # Tasks are independent: variances of their scores add up.
     return mean, math.sqrt(sum(error**2 for error in errors)) / len(values)
-
-
-def _at_chance(scores: Sequence[TaskScore]) -> bool | None:
-    """Test whether the mean score is less than `_SIGNIFICANT` standard errors above guessing.
-
-    The error is that of guessing: the score's is 0 when all of a few answers are right, which
-    guessing achieves too.
-    """
-    gain = variance = 0.0
-    counted = [score for score in scores if score.value is not None]
-    for score in counted:
-        guessing = score.guessing
-        if guessing is None or score.value is None:
-            return None
-        gain += score.value - guessing
-        variance += guessing * (1 - guessing) / score.items
-    return gain <= _SIGNIFICANT * math.sqrt(variance) if counted else None

@@ -124,11 +124,10 @@ class TaskOfRow(Record):
 
 
 class ZeroShotOfRow(Record):
-    """Zero-shot accuracy: the mean over tasks, every task, and those no better than guessing."""
+    """Zero-shot accuracy: the mean over tasks, and every task."""
 
     mean: Number | None = None
     tasks: Annotated[dict[Text, TaskOfRow], Absent] = {}
-    at_chance: list[Text] = []
 
 
 class ParametersOfRow(Record):

@@ -68,13 +68,12 @@ def of_all_cells(rows: Sequence[Row], cells: DataFrame) -> Iterator[Section]:
 
 
 def _tasks(row: Row) -> dict[str, str]:
-    """Print the accuracies of a row, and which of them guessing reaches too."""
+    """Print the accuracies of a row."""
     texts = {}
     for name, task in row.zero_shot.tasks.items():
         if task.value is not None:
             error = "" if task.stderr is None else f" ± {100 * task.stderr:.1f}"
-            chance = " (chance)" if name in row.zero_shot.at_chance else ""
-            texts[name] = f"{100 * task.value:.1f}{error}{chance}"
+            texts[name] = f"{100 * task.value:.1f}{error}"
     return texts
 
 
