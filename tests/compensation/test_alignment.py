@@ -7,10 +7,12 @@ import torch
 
 import coec
 import problems
+from coec.compensation import anchor as module
 from coec.compensation.anchor import Anchor
 from coec.compensation.frame import Frame, RotationTarget
 from coec.compensation.objective import OutputProblem
 from coec.errors import OptionError
+from coec.linalg.decompose import svd
 from coec.settings import CoecOptions
 from coec.types import KeptSet
 from problems import attention, case
@@ -47,6 +49,24 @@ def test_the_penalty_is_on_the_leading_directions_of_what_is_returned(seed):
     penalty, after = objective(result.weight)
     assert result.diagnostics["alignment_after"] == pytest.approx(penalty, rel=1e-6)
     assert after <= objective(W[:, kept])[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("smallest", "decomposed"), [(1e-2, 0), (1e-5, 1)])
+def test_leading_frames_of_repeated_rows_are_those_of_an_svd(smallest, decomposed, monkeypatch):
+    """Query heads of a group have the same values: the matrix is singular, its leading frame not.
+
+    Where a singular value is small beside the largest, its square has too few digits.
+    """
+    rows = problems.weight(4, 10)
+    U, s, Vt = torch.linalg.svd(rows, full_matrices=False)
+    s[1:] = s[0] * torch.tensor([0.5, smallest, 0.1 * smallest])
+    value, calls = ((U * s) @ Vt).repeat_interleave(2, dim=0), []
+    monkeypatch.setattr(module, "svd", lambda A: calls.append(1) or svd(A))
+    frame = module._leading_left(value, 3)
+    expected = torch.linalg.svd(value)[0][:, :3]
+    torch.testing.assert_close(frame @ frame.T, expected @ expected.T, rtol=0, atol=1e-10)
+    assert len(calls) == decomposed
+    assert module._leading_left(value[:, :1], 3).shape == (8, 1)
 
 
 def test_without_weight_there_is_no_alignment():

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.frame import Frame, RotationTarget
 from coec.errors import OptionError
 from coec.linalg.alignment import Alignment
-from coec.linalg.decompose import svd
+from coec.linalg.decompose import eigh, svd
 from coec.linalg.spd import rounding_level
 from coec.settings import CoecOptions
 from coec.types import KeptSet
@@ -48,10 +49,10 @@ class Anchor:
                 "repeat its rows per query head, in the consumer's column order"
             )
         # W_v, k×h → U_v, its leading left singular vectors
-        U_v = _left_frame(value_weight)[:, : options.r_p]
+        U_v = _leading_left(value_weight, options.r_p)
         # W₀, m×d → V_full, its leading right singular vectors → V = orth(V_full[K]) → U_vᵀ V Vᵀ U_v
-        V_full = _left_frame(weight.T)[:, : options.r_p]
-        V = _left_frame(V_full[kept.indices])
+        V_full = _leading_left(weight.T, options.r_p)
+        V = _leading_left(V_full[kept.indices], options.r_p)
         overlap = U_v.T @ V
         return cls(U_v, overlap @ overlap.T, options.lambda_a, options.r_p)
 
@@ -62,7 +63,16 @@ class Anchor:
         return Alignment(basis.T @ self.writer.to(basis), self.target.to(basis), rows, self.weight)
 
 
-def _left_frame(A: Float[Tensor, "m n"]) -> Float[Tensor, "m r"]:
-    """Left singular vectors, descending, as many as the rank: a basis of the column space."""
+def _leading_left(A: Float[Tensor, "m n"], count: int) -> Float[Tensor, "m r"]:
+    """Left singular vectors, descending: as many as the rank, and at most so many.
+
+    Eigenvectors of `A Aᵀ` cost a tenth of an SVD, and exist where query heads repeat the rows of A,
+    which the polar iteration of a GPU's SVD cannot divide by. Squaring halves the digits of small
+    singular values: the SVD is for those.
+    """
+    squares, Q = eigh(A @ A.T)
+    s = squares.clamp_min(0).sqrt().flip(0)[:count]
+    if float(s[-1]) > torch.finfo(A.dtype).eps ** 0.25 * float(s[0]):
+        return Q.flip(1)[:, :count]
     U, s, _ = svd(A)
-    return U[:, s > rounding_level(s)]
+    return U[:, s > rounding_level(s)][:, :count]

@@ -27,7 +27,8 @@ def qdwh(A: Float[Tensor, "m b"], smallest: float, iterations: int = 30) -> Floa
     """
     eps = torch.finfo(A.dtype).eps
     eye = torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
-    near = 0.1 * math.sqrt(eps)
+    # Rounding leaves 3 eps √b of XᵀX − I: more than √eps/10 in float32 from b = 8,000 on.
+    near = max(0.1 * math.sqrt(eps), 8 * eps * math.sqrt(A.shape[1]))
     # The floor under l is the cap on γ.
     X, lower = A, max(smallest, eps**0.45)
     for _ in range(iterations):
