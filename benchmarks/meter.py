@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -49,11 +49,17 @@ class Counter(TorchDispatchMode):
 
     Args:
         rates: operations per second of a product in every dtype, for `floor`.
+        operators: what an operator's arguments say of its operations.
     """
 
-    def __init__(self, rates: Rates | None = None) -> None:
+    def __init__(
+        self,
+        rates: Rates | None = None,
+        operators: Mapping[Any, Callable[..., float]] | None = None,
+    ) -> None:
         super().__init__()
         self.rates = rates or {}
+        self.operators = OPERATORS if operators is None else operators
         self.operations = 0.0
         self.floor = 0.0
 
@@ -61,7 +67,7 @@ class Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Counts, and runs the operator."""
-        if count := OPERATORS.get(func):
+        if count := self.operators.get(func):
             self.add(count(*args), args[0].dtype)
         return func(*args, **(kwargs or {}))
 

@@ -94,6 +94,7 @@ STARTS = ("none", "fast", "fast, by block", "best, by block")
 BUDGETS = ("20k", "100k", "2M", "20M")
 WAYS: dict[str, dict[str, Any]] = {
     "": {},
+    "calibration text": {"text": "valid"},
     "stories": {"text": "stories"},
     "both texts": {"text": "both"},
     "same windows": {"text": "same"},
@@ -119,7 +120,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Make the rows that are missing, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--size", choices=list(SIZES), default="cpu")
-    parser.add_argument("--rows", nargs="+", choices=[DENSE, *ROWS], default=[DENSE, *USUAL])
+    parser.add_argument(
+        "--rows", nargs="+", choices=[DENSE, *ROWS], default=[DENSE, *USUAL], metavar="ROW"
+    )
     parser.add_argument("--sparsity", nargs="+", type=float, default=list(SPARSITIES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time")
