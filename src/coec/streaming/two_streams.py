@@ -76,6 +76,29 @@ class ConsumerStatistics:
         self.residual = product if self.residual is None else self.residual + product
 
 
+@dataclass(eq=False)
+class OpenBlock:
+    """A block that the dense model has been run through, and the pruned one stands before.
+
+    Attributes:
+        index: of the block.
+        behind_sites: the dense model's states behind every site where errors propagate, else
+            behind the block alone.
+        before_site: the pruned model's states before the site that is solved next.
+        weights: of the tokens, without which all count alike.
+    """
+
+    index: int
+    behind_sites: list[dict[int, State]]
+    before_site: dict[int, State]
+    weights: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> dict[int, State]:
+        """The dense model's states behind the block."""
+        return self.behind_sites[-1]
+
+
 class TwoStreams:
     """The hidden states of both models before one block, for the windows of one shard.
 
@@ -117,19 +140,18 @@ class TwoStreams:
         self._dense_states = dict(zip(self._batches, dense, strict=True))
         self._pruned_states = dict(zip(self._batches, pruned, strict=True))
         self._index = 0
-        self._close()
+        self._opened: OpenBlock | None = None
 
-    def _close(self) -> None:
-        """Forget the open block, if there is one."""
-        self._behind_sites: list[dict[int, State]] = []
-        self._weights: dict[int, Tensor] = {}
-        self._before_site: dict[int, State] = {}
+    @property
+    def _block(self) -> OpenBlock:
+        assert self._opened is not None, "no block is open"
+        return self._opened
 
     def rewind(self, limit: int) -> int:
         """Index of the current block; goes back to the first if it is beyond `limit`."""
-        if self._behind_sites:
+        if self._opened is not None:
             self._drop(self._index)
-            self._close()
+            self._opened = None
         if self._index > limit:
             self._begin()
         return self._index
@@ -143,23 +165,24 @@ class TwoStreams:
         parts = [layers.modules[index]]
         if self._propagate:
             parts = [layers.half(block, site) for site in block.sites]
+        behind: list[dict[int, State]] = []
         for part in parts:
             states = {n: layers.passed(part, index, s) for n, s in states.items()}
-            self._behind_sites.append(states)
-        self._before_site = self._pruned_states
+            behind.append(states)
+        self._opened = OpenBlock(index, behind, self._pruned_states)
 
     def examples(self, windows_kind: WindowKind) -> Iterator[Example]:
         """Yield every window of the open block: inputs, targets behind it, weights of tokens."""
-        inputs, targets = self._pruned_states, self._behind_sites[-1]
+        inputs, block = self._pruned_states, self._block
         for n in self._numbers(windows_kind):
-            w = self._weights.get(n)
+            w = block.weights.get(n)
             weights = torch.ones(inputs[n].shape[:2]) if w is None else w
-            yield from map(Example, inputs[n], targets[n], weights)
+            yield from map(Example, inputs[n], block.targets[n], weights)
 
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
         """Yield, for every part, each token's mean square of the dense state behind the block."""
         for numbers in self._parts["fit"]:
-            yield tuple(self._squares(self._behind_sites[-1][n]) for n in numbers)
+            yield tuple(self._squares(self._block.targets[n]) for n in numbers)
 
     def _squares(self, state: State) -> Float[Tensor, "n length"]:
         """Return mean squares on the host, computed in one place wherever the states wait."""
@@ -172,26 +195,26 @@ class TwoStreams:
             floor: lower bound on a token's mean square.
             mean: mean weight of the tokens fitted on, by which all are divided.
         """
-        self._weights = {
+        self._block.weights = {
             n: token_weights(self._squares(state), floor) / mean
-            for n, state in self._behind_sites[-1].items()
+            for n, state in self._block.targets.items()
         }
 
     @torch.no_grad()
     def measure_block(self, windows_kind: WindowKind) -> Iterator[dict[str, GramSum]]:
         """Yield, for every part, sums over the inputs of all consumers in the dense model."""
-        layers, block = self._dense_layers, self._dense.layout.blocks[self._index]
+        layers, block = self._dense_layers, self._dense.layout.blocks[self._block.index]
         for numbers in self._parts[windows_kind]:
             sums: dict[str, GramSum] = {}
             for n in numbers:
-                with summed_inputs(layers, block, sums, self._weights.get(n)):
+                with summed_inputs(layers, block, sums, self._block.weights.get(n)):
                     layers.advance(block.index, self._dense_states[n])
             yield sums
 
     @torch.no_grad()
     def measure(self, number: int, windows_kind: WindowKind) -> Iterator[ConsumerStatistics]:
         """Yield, for every part, the statistics of a site's consumer behind dense producers."""
-        block = self._dense.layout.blocks[self._index]
+        block = self._dense.layout.blocks[self._block.index]
         site = block.sites[number]
         half = self._dense_layers.half(block, site)
         consumer = self._dense_layers.module(block, site.consumer)
@@ -215,12 +238,13 @@ class TwoStreams:
         calls: list[tuple[Tensor, Tensor]],
     ) -> None:
         """Add a batch to the statistics of a consumer, whose call `half` leaves in `calls`."""
-        state = self._before_site[n].to(self._device)
-        out = self._dense_layers.call(half, self._index, state)
+        block = self._block
+        state = block.before_site[n].to(self._device)
+        out = self._dense_layers.call(half, block.index, state)
         x, consumed = calls.pop()
-        w = self._weights.get(n)
+        w = block.weights.get(n)
         statistics.gram.update(x, None if w is None else w.to(self._device))
-        target = self._behind_sites[number][n].to(self._device)
+        target = block.behind_sites[number][n].to(self._device)
         residual = _flat(target) - _flat(out)
         weighted = residual if w is None else residual * w.reshape(-1, 1).to(residual)
         statistics.add_residual(summed_products(weighted, x.flatten(0, -2)).double())
@@ -231,16 +255,18 @@ class TwoStreams:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the pruned model's layer the tensors that the half of a site needs."""
-        self._pruned_layers.load(self._dense.layout.blocks[self._index], tensors, partial=True)
+        self._pruned_layers.load(
+            self._dense.layout.blocks[self._block.index], tensors, partial=True
+        )
 
     @torch.no_grad()
     def advance_site(self, number: int) -> None:
         """Run the pruned model through the half of a site, as it was loaded."""
-        block = self._dense.layout.blocks[self._index]
-        half = self._pruned_layers.half(block, block.sites[number])
-        self._before_site = {
-            n: self._pruned_layers.passed(half, self._index, s)
-            for n, s in self._before_site.items()
+        opened, layers = self._block, self._pruned_layers
+        block = self._dense.layout.blocks[opened.index]
+        half = layers.half(block, block.sites[number])
+        opened.before_site = {
+            n: layers.passed(half, opened.index, s) for n, s in opened.before_site.items()
         }
 
     @torch.no_grad()
@@ -250,8 +276,8 @@ class TwoStreams:
         Without them it has the dense block, and with none in the mapping it has no such block.
         """
         block = self._dense.layout.blocks[index]
-        if self._behind_sites:
-            self._dense_states = self._behind_sites[-1]
+        if self._opened is not None:
+            self._dense_states = self._opened.targets
         else:
             self._dense_layers.load(block, self._prefetcher.tensors(block))
             self._dense_states = {
@@ -266,7 +292,7 @@ class TwoStreams:
             self._pruned_states = states
         self._drop(index)
         self._index = index + 1
-        self._close()
+        self._opened = None
 
     def predict(
         self, windows_kind: WindowKind, norm: Float[Tensor, " h"] | None, dense: bool
