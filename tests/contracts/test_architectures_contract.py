@@ -270,7 +270,7 @@ def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, models,
             whole = layers.advance(block.index, states)
             for site in block.sites:
                 states = layers.call(layers.half(block, site), block.index, states)
-            torch.testing.assert_close(states, whole, rtol=0, atol=1e-12)
+            assert torch.equal(states, whole)  # to the bit: a run that is resumed takes the whole
 
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)

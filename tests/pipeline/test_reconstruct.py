@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.modules.module import register_module_forward_hook
 
 import coec
 import tiny_models as tm
@@ -49,6 +51,37 @@ def best(dense, tokens, tmp_path_factory):
         kind: coec.prune(dense, root / kind, kv_groups=kind, **settings)
         for kind in ("uniform", "all", "held-out")
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "attention", "mlp"),
+    [
+        ({"preset": "paper"}, 1, 1),
+        # Dense, dense weights on the pruned model's inputs, pruned
+        ({"preset": "fast"}, 3, 3),
+        # A sixth of the windows judges: the pass that measures, and four that train, leave it out,
+        # and it alone is judged at the start and behind every pass. What is trained runs again.
+        ({"preset": "balanced", "prediction_passes": 0, "final_norm": False, "holdout": 4 / 24},
+         4 + (1 + 4) * 20 / 24 - 1 + 5 * 4 / 24, 3 + (1 + 4) * 20 / 24 - 1 + 5 * 4 / 24),
+    ],
+)  # fmt: skip
+def test_windows_go_through_every_block_so_often(settings, attention, mlp, dense, tokens, tmp_path):
+    """docs/lab/PERFORMANCE.md has these numbers."""
+    passed = Counter()
+
+    def count(module, args, out):
+        for kind in ("Attention", "MLP"):  # the pruned model's type may be another than llama
+            if type(module).__name__.endswith(kind):
+                passed[kind] += len(out[0] if isinstance(out, tuple) else out)
+
+    hook = register_module_forward_hook(count)
+    try:
+        coec.prune(dense, tmp_path / "out", calibration=tokens, **SETTINGS | settings)
+    finally:
+        hook.remove()
+    once = SETTINGS["samples"] * Dense.open(dense).shape.layers
+    got = passed["Attention"] / once, passed["MLP"] / once
+    assert got == pytest.approx((attention, mlp))
 
 
 def hidden(model, ids):

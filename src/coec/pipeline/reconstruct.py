@@ -191,7 +191,10 @@ class BlockReconstruction:
                 # Go on with what is written: a run that is resumed has nothing else. A worker that
                 # is lost meanwhile is brought there before the next block.
                 with contextlib.suppress(LostError):
-                    self._group.do(TwoStreams.advance, block.index, result.tensors)
+                    self._group.do(
+                        TwoStreams.advance, block.index, result.tensors,
+                        halfway=self._halfway(block),
+                    )  # fmt: skip
                 if progress:
                     progress(phase, block.index + 1, len(blocks))
 
@@ -340,6 +343,11 @@ class BlockReconstruction:
                     record(f"{name}: the block is not trained: {error}")
         row["events"] = [*row["events"], *events]
         return dict(tensors)
+
+    def _halfway(self, block: BlockLayout) -> bool:
+        """Tell that solving leaves the pruned model behind the first of two sites, as written."""
+        settings = self._settings
+        return settings.propagate and not settings.reconstruct and len(block.sites) == 2
 
     def _predicts(self, block: BlockLayout) -> bool:
         """Tell the last block, where it is trained on what the model predicts."""

@@ -270,10 +270,18 @@ class TwoStreams:
         }
 
     @torch.no_grad()
-    def advance(self, index: int, written: Mapping[str, Tensor] | None) -> None:
+    def advance(
+        self, index: int, written: Mapping[str, Tensor] | None, *, halfway: bool = False
+    ) -> None:
         """Run both models through a solved block, the pruned one with the written tensors.
 
         Without them it has the dense block, and with none in the mapping it has no such block.
+
+        Args:
+            index: of the block.
+            written: the tensors of the pruned block.
+            halfway: the pruned model stands behind the first of two sites already, which has the
+                very tensors that were written: only the second is run.
         """
         block = self._dense.layout.blocks[index]
         if self._opened is not None:
@@ -288,8 +296,10 @@ class TwoStreams:
             layers = self._pruned_layers
             layers.load(block, written)
         if written is None or written:
-            states = {n: layers.advance(index, s) for n, s in self._pruned_states.items()}
-            self._pruned_states = states
+            states, part = self._pruned_states, layers.modules[index]
+            if halfway:
+                states, part = self._block.before_site, layers.half(block, block.sites[-1])
+            self._pruned_states = {n: layers.passed(part, index, s) for n, s in states.items()}
         self._drop(index)
         self._index = index + 1
         self._opened = None
