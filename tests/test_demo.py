@@ -10,6 +10,7 @@ import coec
 import tiny_models as tm
 from coec.demo import __main__ as demo
 from coec.demo.plot import picture
+from coec.errors import OptionError
 
 PERPLEXITIES = dict(
     zip((*demo.METHODS, "best"), (33.3, 33.2, 29.2, 31.8, 29.21, 27.5), strict=True)
@@ -57,6 +58,13 @@ def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
 def hasty(model, out, **settings):
     few = {"rounds": 1, "iterations": 3} if settings.get("compensation") == "coec" else {}
     return coec.prune(model, out, **{**settings, **few})
+
+
+def test_the_demo_asks_for_what_draws_before_it_works(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match="pip install 'coec\\[demo\\]'"):
+        demo.run(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
