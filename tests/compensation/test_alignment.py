@@ -67,6 +67,8 @@ def test_leading_frames_of_repeated_rows_are_those_of_an_svd(smallest, decompose
     torch.testing.assert_close(frame @ frame.T, expected @ expected.T, rtol=0, atol=1e-10)
     assert len(calls) == decomposed
     assert module._leading_left(value[:, :1], 3).shape == (8, 1)
+    huge = module._leading_left(1e200 * value, 3)
+    torch.testing.assert_close(huge @ huge.T, frame @ frame.T, rtol=0, atol=1e-10)
 
 
 def test_without_weight_there_is_no_alignment():

@@ -260,10 +260,11 @@ def test_an_architecture_is_one_value(model_type, tmp_path, monkeypatch):
     check_that_streamed_statistics_are_those_of_the_whole_model(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("variant", ADDING)
-def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, models, tokens):
+def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, dtype, models, tokens):
     dense = Dense.open(models[variant])
-    layers, states = embedded(dense, tokens)
+    layers, states = embedded(dense, tokens, dtype)
     with torch.no_grad():
         for block in dense.layout.blocks:
             layers.load(block, dense.tensors(block))
@@ -318,9 +319,9 @@ def test_derivatives_of_a_block_are_its_differences(variant, models, tokens):
     assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(expected, rel=1e-3)
 
 
-def embedded(dense, tokens):
+def embedded(dense, tokens, dtype=torch.float64):
     """The layers of a model, and the hidden states before the first of them."""
-    layers = Layers(dense, device=torch.device("cpu"), dtype=torch.float64)
+    layers = Layers(dense, device=torch.device("cpu"), dtype=dtype)
     windows = torch.from_numpy(np.load(tokens))[:3, :16].long()
     return layers, layers.embed([windows], dense.tensor(dense.layout.embedding))[0]
 

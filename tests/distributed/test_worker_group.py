@@ -19,6 +19,11 @@ SETTINGS = {
     "samples": 20, "seq_len": 16, "preset": "best", "reconstruct": 1, "prediction_passes": 1,
     "holdout": 0.2, "seed": 1,
 }  # fmt: skip
+MADE = {
+    "uniform": {**SETTINGS, "kv_groups": "uniform"},
+    "held-out": {**SETTINGS, "kv_groups": "held-out"},
+    "fast": {"samples": 20, "seq_len": 16, "preset": "fast"},
+}
 
 
 class Several(WorkerGroup):
@@ -54,31 +59,30 @@ def place(tmp_path_factory):
     root = tmp_path_factory.mktemp("teams")
     model = tm.save(tm.tiny("llama", torch.float32), root / "model")
     tokens = tm.token_file(root / "tokens.npy", rows=20, length=16)
-    for name in ("held-out", "uniform"):
-        coec.prune(model, root / name, calibration=tokens, kv_groups=name, **SETTINGS)
+    for name, settings in MADE.items():
+        coec.prune(model, root / name, calibration=tokens, **settings)
     return root
 
 
-def pruned(place, out, monkeypatch, count, lost=lambda name: False, kv_groups="uniform"):
-    """By several workers."""
+def pruned(place, out, monkeypatch, count, lost=lambda name: False, made="uniform"):
+    """By several workers, as `made` was."""
 
     @contextlib.contextmanager
     def worker_group(source, run):
         windows, held = source.windows_of_text()
         size = max(1, len(windows) // SUMMANDS)
-        made = shards(windows, held, count, size)
+        several = shards(windows, held, count, size)
         dense = source._dense
-        yield Several(lambda shard: TwoStreams(dense, run, shard, source.device), made, lost)
+        yield Several(lambda shard: TwoStreams(dense, run, shard, source.device), several, lost)
 
     monkeypatch.setattr(DensePass, "worker_group", worker_group)
-    settings = {**SETTINGS, "kv_groups": kv_groups}
-    coec.prune(place / "model", out, calibration=place / "tokens.npy", **settings)
+    coec.prune(place / "model", out, calibration=place / "tokens.npy", **MADE[made])
 
 
-@pytest.mark.parametrize("count", [3, 50])
-def test_any_number_of_places_gives_the_same_bits(count, place, tmp_path, monkeypatch):
-    pruned(place, tmp_path / "out", monkeypatch, count)
-    assert tm.same_weights(tmp_path / "out", place / "uniform")
+@pytest.mark.parametrize(("count", "made"), [(3, "uniform"), (50, "uniform"), (3, "fast")])
+def test_any_number_of_places_gives_the_same_bits(count, made, place, tmp_path, monkeypatch):
+    pruned(place, tmp_path / "out", monkeypatch, count, made=made)
+    assert tm.same_weights(tmp_path / "out", place / made)
 
 
 class Lost:
@@ -93,14 +97,18 @@ class Lost:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["squares", "advance", "predict", "advance_site", "load", "solve",
-                                  "examples", "measure"])  # fmt: skip
-def test_a_place_that_is_lost_anywhere_is_made_up_for(name, place, tmp_path, monkeypatch):
-    """`measure` is lost while a candidate is tried, and again."""
-    lost, kv_groups = Lost(name), "held-out" if name == "measure" else "uniform"
-    pruned(place, tmp_path / "out", monkeypatch, 2, lost, kv_groups)
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [*((name, "uniform") for name in ("squares", "advance", "predict", "advance_site", "load",
+                                      "solve", "examples")),
+     *((name, "fast") for name in ("advance", "advance_site", "solve")),
+     ("measure", "held-out")],  # while a candidate is tried, and again
+)  # fmt: skip
+def test_a_place_that_is_lost_anywhere_is_made_up_for(name, made, place, tmp_path, monkeypatch):
+    lost = Lost(name)
+    pruned(place, tmp_path / "out", monkeypatch, 2, lost, made)
     assert lost.asked.count(name) >= 2
-    assert tm.same_weights(tmp_path / "out", place / kv_groups)
+    assert tm.same_weights(tmp_path / "out", place / made)
 
 
 @pytest.mark.parametrize("tried", [[0], [1]])
@@ -130,7 +138,7 @@ def test_what_is_lost_again_and_again_ends_the_run_and_leaves_what_is_finished(
     with pytest.raises(CoecError, match=f"work was lost {RETRIES + 1} times") as caught:
         pruned(place, tmp_path / "out", monkeypatch, 2, lost, "held-out")
     assert "what is finished is kept" in "".join(caught.value.__notes__)
-    pruned(place, tmp_path / "out", monkeypatch, 2, kv_groups="held-out")
+    pruned(place, tmp_path / "out", monkeypatch, 2, made="held-out")
     assert tm.same_weights(tmp_path / "out", place / "held-out")
 
 

@@ -391,6 +391,13 @@ def test_the_command(place, copied, run):
     assert "coec report" in out
 
 
+def test_the_command_interrupted_says_what_is_there(place, monkeypatch, tmp_path, run):
+    monkeypatch.setattr(module, "run", failing(cell_module.run, KeyboardInterrupt(), 2))
+    status, _, err = run("sweep", place / "grid.toml", tmp_path / "out")
+    assert (status, len(Store(tmp_path / "out").rows)) == (130, 1)
+    assert f"finished cells are in {tmp_path / 'out'}; the same command goes on" in err
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

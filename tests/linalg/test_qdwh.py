@@ -8,7 +8,7 @@ from coec.errors import NumericalError
 from coec.events import recording
 from coec.linalg import polar as polar_module
 from coec.linalg.polar import polar
-from coec.linalg.qdwh import qdwh, svd_by_polar
+from coec.linalg.qdwh import nearly_orthogonal, qdwh, svd_by_polar
 
 SHAPES = [(1, 1), (5, 5), (40, 25), (60, 60)]
 ORTHOGONAL = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -19,6 +19,16 @@ def conditioned(m, b, condition, seed=0):
     P, Q = problems.orthonormal(m, b, seed), problems.orthonormal(b, b, seed + 1)
     sigma = torch.logspace(0, -torch.tensor(float(condition)).log10().item(), b)
     return (P * sigma.double()) @ Q.T, P @ Q.T
+
+
+@pytest.mark.parametrize("dtype", ORTHOGONAL)
+@pytest.mark.parametrize("columns", [2, 1_000, 30_000])
+def test_rounding_never_hides_that_columns_are_orthonormal(dtype, columns):
+    """It was 3.1 eps √b for 1,024 and 2,048 columns in float32 (docs/lab/PERFORMANCE.md)."""
+    eps = torch.finfo(dtype).eps
+    near = nearly_orthogonal(dtype, columns)
+    assert 2 * 3.1 * eps * columns**0.5 < near
+    assert near**2 < 1e-7  # what the last step leaves
 
 
 @pytest.mark.parametrize("shape", SHAPES)

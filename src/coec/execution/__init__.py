@@ -1,1 +1,1 @@
-"""Outputs that appear whole, the journal of a run, and worker processes."""
+"""Outputs that appear whole, and the journal of a run."""

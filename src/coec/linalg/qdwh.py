@@ -27,8 +27,7 @@ def qdwh(A: Float[Tensor, "m b"], smallest: float, iterations: int = 30) -> Floa
     """
     eps = torch.finfo(A.dtype).eps
     eye = torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
-    # Rounding leaves 3 eps √b of XᵀX − I: more than √eps/10 in float32 from b = 8,000 on.
-    near = max(0.1 * math.sqrt(eps), 8 * eps * math.sqrt(A.shape[1]))
+    near = nearly_orthogonal(A.dtype, A.shape[1])
     # The floor under l is the cap on γ.
     X, lower = A, max(smallest, eps**0.45)
     for _ in range(iterations):
@@ -46,6 +45,16 @@ def qdwh(A: Float[Tensor, "m b"], smallest: float, iterations: int = 30) -> Floa
         # Singular values move as x (a + β x²)/(1 + γ x²); so does their lower bound.
         lower = lower * (a + beta * lower**2) / (1 + gamma * lower**2)
     raise NumericalError("the polar iteration did not converge")
+
+
+def nearly_orthogonal(dtype: torch.dtype, columns: int) -> float:
+    """Return the `‖XᵀX − I‖_F` from which one Newton-Schulz step makes X orthonormal to rounding.
+
+    Rounding alone leaves 3 eps √columns, which in float32 is more than √eps/10 from 8,000 columns
+    on: the bound is at least 8 eps √columns.
+    """
+    eps = torch.finfo(dtype).eps
+    return max(0.1 * math.sqrt(eps), 8 * eps * math.sqrt(columns))
 
 
 def _halley_weights(lower: float) -> tuple[float, float, float]:

@@ -293,8 +293,8 @@ class BlockReconstruction:
             cut, row = solve_site(site, tensors, statistics, run)
             small = cut_block(tensors, [cut], run.written)
             written |= {name: small[name] for name in site.tensors if name in small}
-            self._load(block, site, written)
-            if site is not block.sites[-1]:  # behind the last the whole layer is run, as written
+            if site is not block.sites[-1]:  # what is left of the layer is run by `advance`
+                self._load(block, site, written)
                 self._group.do(TwoStreams.advance_site, number)
             cuts.append(cut)
             rows.append(row)

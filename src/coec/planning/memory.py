@@ -190,10 +190,11 @@ def _streams(plan: Plan) -> int:
     """Number of sets of hidden states, of all windows, that wait at once.
 
     Where the pruned model runs beside the dense one, there are the states of both before a block,
-    and the dense ones behind it or, where errors propagate, behind each of its halves.
+    and the dense ones behind it. Where errors propagate, the dense ones are there behind each of
+    its halves, and the pruned ones between them.
     """
     settings = plan.recipe.reconstruction
-    behind = len(plan.model.layout.kinds) if settings.propagate else 1
+    behind = len(plan.model.layout.kinds) + 1 if settings.propagate else 1
     return 2 + behind if settings.sequential else 1
 
 

@@ -72,7 +72,9 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
         add("allocating", _ALLOCATE, allocating)
     # Both models side by side; or the dense one alone, whose sums serve all solves
     if settings.sequential:
-        pruned = (1 + settings.propagate) * _forward(plan, plan.tokens, pruned=True)
+        # What is trained is run again behind it; what is not stands behind its attention already.
+        again = 0.5 if settings.propagate and settings.reconstruct else 0.0
+        pruned = (1 + again) * _forward(plan, plan.tokens, pruned=True)
         add("passes", _STREAM, _dense_pass(plan) + _forward(plan, plan.tokens) + pruned)
     else:
         add("calibrating", _STREAM, 0.0 if compute.measured else _dense_pass(plan))

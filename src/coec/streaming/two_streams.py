@@ -78,7 +78,7 @@ class ConsumerStatistics:
 
 @dataclass(eq=False)
 class OpenBlock:
-    """A block that the dense model has been run through, and the pruned one stands before.
+    """A block that the dense model has been run through, and the pruned one as far as it is solved.
 
     Attributes:
         index: of the block.
