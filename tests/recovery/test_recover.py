@@ -10,6 +10,7 @@ import torch
 
 import coec
 import tiny_models as tm
+from coec.calibration.windows import window_digests
 from coec.errors import CalibrationError, ModelError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
 from coec.execution.journal import Journal
@@ -61,6 +62,22 @@ def test_the_result_is_nearer_to_the_dense_model_on_other_windows(recovered, den
     assert judged["after"] < 0.95 * judged["before"]
     before, after = (coec.perplexity(m, IDS, baseline=dense, seq_len=32) for m in (pruned, out))
     assert after.kl < before.kl
+
+
+@pytest.mark.parametrize(("seen", "judging"), [(0, 0), (30, 0), (37, 2), (39, 4)])
+def test_windows_that_calibrated_judge_nothing_while_there_are_others(seen, judging, tmp_path):
+    """Of 40 windows five judge; `seen` of them calibrated, and so did others."""
+    ids = torch.arange(40 * 4).view(40, 4)
+    calibrated = frozenset(window_digests(torch.cat([ids[:seen], ids + 1000])))
+    text.WindowFile.write(ids, tmp_path / "text.npy")
+    trained, judges = text.WindowFile(tmp_path / "text.npy", 0, calibrated).split()
+    assert sorted(trained + judges) == list(range(40))
+    assert (len(judges), sum(n < seen for n in judges)) == (5, judging)
+
+
+def test_a_pruning_says_which_windows_calibrated(pruned, tokens):
+    digests = Report.read(pruned).calibration["window_digests"]
+    assert set(digests) <= set(window_digests(torch.from_numpy(np.load(tokens))))
 
 
 def test_passes_may_be_in_bfloat16(recovered, recover, dense, tmp_path):

@@ -87,7 +87,13 @@ class Windows:
             **{name: value for name, value in vars(self).items() if name not in apart},
             "text_sha256": self.text_sha256,
             "windows_sha256": self.sha256,
+            "window_digests": window_digests(self.ids),
         }
+
+
+def window_digests(ids: Int[Tensor, "n length"]) -> list[str]:
+    """Return a short digest of every window, by which a training knows what calibrated."""
+    return [digest(window)[:12] for window in ids]
 
 
 def text_notes(calibration: JsonDict) -> list[str]:

@@ -42,7 +42,8 @@ def train(
 ) -> JsonDict:
     """Train, put everything but the report into the journal, and return the account of it."""
     began = time.perf_counter()
-    text = WindowFile(job.partial / WORK / "text.npy", job.recovery.seed)
+    calibrated = frozenset(job.report.calibration.get("window_digests", ()))
+    text = WindowFile(job.partial / WORK / "text.npy", job.recovery.seed, calibrated)
     tokens, teacher = _prepared(job, pieces, text, processes, progress)
     gc.collect()  # a teacher whose predictions were stored
     files = [] if teacher is not None else _prediction_files(job.partial, text)

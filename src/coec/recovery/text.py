@@ -15,7 +15,14 @@ from torch.utils.data import Dataset
 
 from coec.calibration.sources import mixture
 from coec.calibration.tokens import PIECE, Extent
-from coec.calibration.windows import Windows, all_windows, by_source, mixed, text_stream
+from coec.calibration.windows import (
+    Windows,
+    all_windows,
+    by_source,
+    mixed,
+    text_stream,
+    window_digests,
+)
 from coec.errors import CalibrationError
 from coec.events import Progress
 from coec.models.dense import Dense
@@ -55,10 +62,13 @@ class WindowFile:
     Attributes:
         path: the file, an array of int32, windows × length.
         seed: chooses those that judge.
+        calibrated: digests of windows that the pruning was fitted on, which judge nothing as long
+            as there are others.
     """
 
     path: Path
     seed: int
+    calibrated: frozenset[str] = frozenset()
 
     @property
     def windows(self) -> np.ndarray:
@@ -80,9 +90,12 @@ class WindowFile:
         """Indices of the windows to train on, and of those that judge, both ascending."""
         count = len(self.windows)
         # Drawn by the seed alone: a resumed run has the same validation windows.
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        if self.calibrated:
+            digests = window_digests(torch.from_numpy(self.windows.astype(np.int64)))
+            order.sort(key=lambda n: digests[n] in self.calibrated)  # stable: others come first
         validation = held_out(count)
-        return sorted(order[validation:].tolist()), sorted(order[:validation].tolist())
+        return sorted(order[validation:]), sorted(order[:validation])
 
 
 def read_windows(
