@@ -7,7 +7,7 @@ both documents with the rows.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,13 @@ MAIN = (
 """The paper's main table."""
 SAME = {"+ tempering": "paper", "+ alignment": "paper"}
 """Rows of the ablation that are `paper` where no KV group goes: alignment is for attention."""
+_WIKI, _STORIES = "../shared/data/wikitext-2/valid.raw.txt", "../shared/data/tinystories/train.txt"
+CALIBRATED = {
+    "WikiText-2": {},
+    "stories": {"calibration": _STORIES},
+    "half of each": {"calibration": f"{_WIKI}=1,{_STORIES}=1"},
+}
+"""Texts that calibrated, and the settings of their rows."""
 Rows = Mapping[tuple[str, float], dict[str, Any]]
 
 
@@ -74,6 +81,7 @@ def documents(rows: Rows) -> dict[str, dict[str, str]]:
     blocks = {
         "real": every, "real main": main_table(rows), "real ablation": ablation(rows),
         "real gpu": tables(measured, "gpu").strip(), "real units": units.table(measured, speeds),
+        "real text": by_text(measured),
     }  # fmt: skip
     return {
         "README.md": {"real": readme(rows)}, "docs/lab/RESULTS.md": blocks,
@@ -122,6 +130,20 @@ def ablation(rows: Rows) -> str:
             f"{row['perplexity']:.2f}", f"{row['kl']:.3f}", f"{row['cpu']:.0f}"
         ))])  # fmt: skip
     return record.table(["", "perplexity", "KL", "CPU s"], lines)
+
+
+def by_text(measured: Sequence[Mapping[str, Any]]) -> str:
+    """Return what `fast` gives on both texts at 30 %, by the text that calibrated."""
+    by_key = {row["key"]: row for row in measured}
+    lines = []
+    for text, settings in CALIBRATED.items():
+        found = [by_key.get(key_of(name, 0.3, settings)) for name in ("fast", "fast, by block")]
+        lines.append([text, *(
+            "–" if row is None else f"{row[kl]:.3f}"
+            for row in found for kl in ("kl", "stories_kl")
+        )])  # fmt: skip
+    header = ["calibrated on", "KL", "on stories", "by block: KL", "on stories"]
+    return record.table(header, lines)
 
 
 def recovered(rows: Rows) -> str:
