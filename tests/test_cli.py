@@ -117,7 +117,8 @@ def test_prune_then_eval(dense, tokens, prune, perplexity, tmp_path):
     assert "40 → 28 per block" in out
     assert "stored as        mistral" in out
     assert "loads in         transformers, vLLM, SGLang" in out
-    measure, train, minutes = out.splitlines()[-3:]
+    mix, measure, train, minutes = out.splitlines()[-4:]
+    assert mix.endswith(f"--calibration {tokens},OTHER.txt, windows of each")
     assert measure == f"measure it: coec eval {tmp_path}/out --baseline {dense} --text OTHER.txt"
     assert train.endswith(
         f"coec recover {dense} {tmp_path}/out {tmp_path}/out-trained --text {tokens}"

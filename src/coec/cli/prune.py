@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -311,6 +312,9 @@ def _next(report: "Report") -> Iterator[str]:
         yield f"nearer to the dense model: --preset {better}, in about {times:.2g} times the time"
     text = str(report.recipe["calibration"])
     model, out, trained = map(common.named, (report.model, report.out, f"{report.out}-trained"))
+    if "," not in text and text != "self":  # what one text decides: docs/lab/RESULTS.md
+        both = shlex.quote(f"{text},OTHER.txt")
+        yield f"good on other kinds of text too: --calibration {both}, windows of each"
     yield common.measuring(report.model, report.out, text)
     if report.plan["inside"]:  # of models of text and images none is trained
         return
