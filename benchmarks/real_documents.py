@@ -193,8 +193,9 @@ def draw(rows: Rows, path: Path) -> None:
         for start in STARTS:
             line = [start, *(name for name, made in TRAININGS.items() if made[::2] == (start, ""))]
             points = [(rows[n, 0.3]["cpu"], rows[n, 0.3][key]) for n in line if (n, 0.3) in rows]
-            ax.plot(*zip(*points, strict=True), "x--", color="C2", linewidth=1, zorder=0)
-        ax.set(xscale="log", title=title, xlabel="CPU seconds (* widths by block)")
+            if len(points) > 1:
+                ax.plot(*zip(*points, strict=True), "x--", color="C2", linewidth=1, zorder=0)
+        ax.set(xscale="log", title=title, xlabel="CPU seconds (* by block; ×: then recover)")
         ax.set_xticks([200, 500, 1000, 2000], ["200", "500", "1,000", "2,000"])
         ax.minorticks_off()
         ax.margins(x=0.2, y=0.1)
