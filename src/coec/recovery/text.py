@@ -137,8 +137,8 @@ def read_windows(
             f"training: give more text, or shorter windows (seq_len={max(2, seq_len // 2)})"
         )
     ids = windows.ids[:count]
-    record = windows.record() | {"windows": len(ids)}
-    return ids, {name: record[name] for name in ("source", "windows", "text_sha256")}
+    origin = {"source": windows.source, "windows": len(ids), "text_sha256": windows.text_sha256}
+    return ids, origin
 
 
 class Examples(Dataset[dict[str, Tensor]]):

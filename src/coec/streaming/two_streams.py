@@ -81,14 +81,12 @@ class OpenBlock:
     """A block that the dense model has been run through, and the pruned one as far as it is solved.
 
     Attributes:
-        index: of the block.
         behind_sites: the dense model's states behind every site where errors propagate, else
             behind the block alone.
         before_site: the pruned model's states before the site that is solved next.
         weights: of the tokens, without which all count alike.
     """
 
-    index: int
     behind_sites: list[dict[int, State]]
     before_site: dict[int, State]
     weights: dict[int, Tensor] = field(default_factory=dict)
@@ -169,7 +167,7 @@ class TwoStreams:
         for part in parts:
             states = {n: layers.passed(part, index, s) for n, s in states.items()}
             behind.append(states)
-        self._opened = OpenBlock(index, behind, self._pruned_states)
+        self._opened = OpenBlock(behind, self._pruned_states)
 
     def examples(self, windows_kind: WindowKind) -> Iterator[Example]:
         """Yield every window of the open block: inputs, targets behind it, weights of tokens."""
@@ -203,7 +201,7 @@ class TwoStreams:
     @torch.no_grad()
     def measure_block(self, windows_kind: WindowKind) -> Iterator[dict[str, GramSum]]:
         """Yield, for every part, sums over the inputs of all consumers in the dense model."""
-        layers, block = self._dense_layers, self._dense.layout.blocks[self._block.index]
+        layers, block = self._dense_layers, self._dense.layout.blocks[self._index]
         for numbers in self._parts[windows_kind]:
             sums: dict[str, GramSum] = {}
             for n in numbers:
@@ -214,7 +212,7 @@ class TwoStreams:
     @torch.no_grad()
     def measure(self, number: int, windows_kind: WindowKind) -> Iterator[ConsumerStatistics]:
         """Yield, for every part, the statistics of a site's consumer behind dense producers."""
-        block = self._dense.layout.blocks[self._block.index]
+        block = self._dense.layout.blocks[self._index]
         site = block.sites[number]
         half = self._dense_layers.half(block, site)
         consumer = self._dense_layers.module(block, site.consumer)
@@ -240,7 +238,7 @@ class TwoStreams:
         """Add a batch to the statistics of a consumer, whose call `half` leaves in `calls`."""
         block = self._block
         state = block.before_site[n].to(self._device)
-        out = self._dense_layers.call(half, block.index, state)
+        out = self._dense_layers.call(half, self._index, state)
         x, consumed = calls.pop()
         w = block.weights.get(n)
         statistics.gram.update(x, None if w is None else w.to(self._device))
@@ -255,18 +253,16 @@ class TwoStreams:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the pruned model's layer the tensors that the half of a site needs."""
-        self._pruned_layers.load(
-            self._dense.layout.blocks[self._block.index], tensors, partial=True
-        )
+        self._pruned_layers.load(self._dense.layout.blocks[self._index], tensors, partial=True)
 
     @torch.no_grad()
     def advance_site(self, number: int) -> None:
         """Run the pruned model through the half of a site, as it was loaded."""
         opened, layers = self._block, self._pruned_layers
-        block = self._dense.layout.blocks[opened.index]
+        block = self._dense.layout.blocks[self._index]
         half = layers.half(block, block.sites[number])
         opened.before_site = {
-            n: layers.passed(half, opened.index, s) for n, s in opened.before_site.items()
+            n: layers.passed(half, self._index, s) for n, s in opened.before_site.items()
         }
 
     @torch.no_grad()
