@@ -1,14 +1,18 @@
-"""Plans for models of 70 to 405 billion parameters on a GPU: the table of docs/lab/SCALE.md.
+"""Plans for models of 70 to 405 billion parameters on a GPU: the table of docs/lab/SCALE.md; and
+of trainings of an 8B on one GPU and on eight: the table of docs/RECOVER.md.
 
     python -m benchmarks.scale [--write docs/lab/SCALE.md]
+    python -m benchmarks.scale --trainings [--write docs/RECOVER.md]
 
 Nothing is measured: sizes are those of public configurations. `--write` replaces the table in the
 document, between two comments.
 """
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -16,6 +20,8 @@ import coec
 from benchmarks import record
 from coec.models.description import Description
 from coec.planning import ComputeConfig, Forecast, Plan
+from coec.recovery.plan import footprints
+from coec.settings.recovery import Recovery
 
 COMMON = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
@@ -48,7 +54,42 @@ PHASES = ("calibrating", "passes", "solving attention", "solving mlp", "training
 COLUMNS = ["model", "recipe", *(f"{phase}, GB" for phase in PHASES), "host, GB", "operations",
            "disk, GB"]  # fmt: skip
 FIRST, LAST = "<!-- python -m benchmarks.scale -->", "<!-- end of the plans -->"
-"""The comments that the table stands between."""
+"""The comments that a table stands between."""
+LLAMA_8B = {
+    **COMMON, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
+}  # fmt: skip
+PRUNED_CHANNELS = 10_048
+"""Channels of an 8B of which 30 % went."""
+TRAININGS: list[tuple[int, int, dict[str, Any]]] = [
+    (24, 1, {"lora": 16, "teacher": "stored"}),
+    (24, 8, {"teacher": "stored"}),
+    (80, 1, {"lora": 16}),
+    (80, 1, {"optimizer": "adamw-8bit", "teacher": "stored"}),
+    (80, 8, {}),
+    (80, 8, {"teacher": "stored"}),
+]
+"""Gigabytes of a GPU, how many of them, and settings of a training."""
+TRAINING_COLUMNS = ["GPUs", "settings", "each, GB", "hosts together, GB", "disk, GB",
+                    "operations a token"]  # fmt: skip
+TOKENS = 20_000_000
+
+
+def trainings() -> list[list[str]]:
+    """Cells of each training of an 8B on 20 million tokens."""
+    dense = Description.of(LLAMA_8B)
+    pruned = Description.of(LLAMA_8B | {"intermediate_size": PRUNED_CHANNELS})
+    cells = []
+    for gigabytes, count, settings in TRAININGS:
+        launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": str(count)}
+        with patch.dict(os.environ, launched if count > 1 else {}):
+            recovery, free = Recovery(tokens=TOKENS, **settings), int(gigabytes * 1e9)
+            way = footprints(dense, pruned, recovery, torch.device("cuda"), free)[0]
+        sizes = [f"{size / 1e9:.1f}" for size in (way.bytes, way.host, way.disk)]
+        cells.append(
+            [f"{count} of {gigabytes} GB", way.flags, *sizes, f"{way.operations / TOKENS:.1e}"]
+        )
+    return cells
 
 
 def row(name: str, model: Description, recipe: str) -> list[str]:
@@ -74,9 +115,14 @@ def rows(name: str) -> list[list[str]]:
 def main() -> None:
     """Prints the table, or writes it into the document."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--trainings", action="store_true")
     parser.add_argument("--write", type=Path, metavar="DOCUMENT")
-    document = parser.parse_args().write
-    table = record.table(COLUMNS, [cells for name in MODELS for cells in rows(name)])
+    chosen = parser.parse_args()
+    document = chosen.write
+    if chosen.trainings:
+        table = record.table(TRAINING_COLUMNS, trainings())
+    else:
+        table = record.table(COLUMNS, [cells for name in MODELS for cells in rows(name)])
     if document is None:
         print(table)
         return

@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from coec.experiments.grid import expand
 from coec.experiments.sweep import sweep
 from coec.models.dense import Dense
 from coec.pipeline.report import Report
+from coec.recovery.plan import footprints
+from coec.settings.recovery import Recovery
 
 module = importlib.import_module("coec.recovery.recover")
 PRUNING = {"samples": 24, "seq_len": 32, "preset": "fast", "propagate": False}
@@ -195,13 +199,56 @@ def test_a_grid_that_trains_needs_its_packages_before_it_starts(
         expand(str(tmp_path / "grid.toml"))
 
 
+LAUNCH = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"
+TWO = "--tokens", "512", "--seq-len", "32", "--batch-size", "8", "--device", "cpu"
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_weights_divided_among_two_processes_train_and_go_on_as_whole_ones(
+    dense, pruned, tokens, tmp_path
+):
+    def recover(program, out, **environment):
+        command = (*LAUNCH, *program, "recover", dense, pruned, tmp_path / out, "--text", tokens)
+        return subprocess.run((*map(str, command), *TWO), env=os.environ | environment,
+                              capture_output=True, text=True, timeout=300)  # fmt: skip
+
+    divided = (Path(__file__).parent / "fsdp.py",)
+    assert recover(("-m", "coec"), "whole").returncode == 0
+    stopped = recover(divided, "divided", **FSDP, STOP_AT_STATE="1")
+    assert stopped.returncode != 0
+    assert not (tmp_path / "divided").exists()
+    assert list((tmp_path / "divided.partial").rglob("checkpoint-1/pytorch_model_fsdp.bin"))
+    ended = recover(divided, "divided", **FSDP)
+    assert ended.returncode == 0, ended.stderr
+    assert "resuming: 1 of 2 steps are done" in ended.stderr
+    assert same_weights(tmp_path / "divided", tmp_path / "whole")
+
+
+def test_plans_divide_what_is_trained_among_processes(dense, pruned, monkeypatch):
+    def student():
+        way = footprints(dense, pruned, Recovery(tokens=512), torch.device("cpu"), None)[0]
+        return way.memory["student"]
+
+    whole = student()
+    for name, value in (FSDP | {"WORLD_SIZE": "8"}).items():
+        monkeypatch.setenv(name, value)
+    assert whole / 8 < student() < whole / 2
+    with pytest.raises(OptionError, match="minutes are measured with all weights on one device"):
+        coec.recover(dense, pruned, "out", minutes=1)
+    monkeypatch.delenv("FSDP_VERSION")
+    with pytest.raises(OptionError, match="give --fsdp_version 2"):
+        student()
+
+
 @pytest.mark.slow
 def test_two_processes_give_the_same_curve(dense, pruned, tokens, tmp_path):
-    launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    settings = ["--tokens", "512", "--seq-len", "32", "--batch-size", "8", "--device", "cpu"]
-    shared = ("--text", str(tokens), *settings)
+    shared = ("--text", str(tokens), *TWO)
     command = ("-m", "coec", "recover", str(dense), str(pruned), str(tmp_path / "two"), *shared)
-    ended = subprocess.run((*launch, *command), capture_output=True, text=True, timeout=300)
+    ended = subprocess.run((*LAUNCH, *command), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("wrote") == 1
     one = coec.recover(dense, pruned, tmp_path / "one", text=tokens, tokens=512, seq_len=32,

@@ -19,6 +19,7 @@ from coec.devices import (
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.planning.phases import weights_met
+from coec.recovery.processes import shards
 from coec.recovery.text import TOP, windows_needed
 from coec.settings.recovery import OptimizerName, Recovery
 from coec.streaming.head import LOGITS_PER_PASS
@@ -137,8 +138,11 @@ def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> F
     """Return the estimate of what is asked for.
 
     Raises:
-        OptionError: memory is short, or low-rank additions would outgrow what they are added to.
+        OptionError: memory is short, low-rank additions would outgrow what they are added to, or
+            minutes are the budget of weights that are divided among devices.
     """
+    if recovery.minutes is not None and shards() > 1:
+        raise OptionError("minutes are measured with all weights on one device: give tokens")
     if recovery.lora is not None and (largest := _largest_rank(pruned)) < recovery.lora:
         raise OptionError(
             f"lora={recovery.lora} has more numbers than the matrices that it is added to: take "
@@ -181,6 +185,10 @@ def _estimate(
     weights = (_TRAINED + moments) * trained
     if recovery.lora is not None or narrow:
         weights += pruned.parameters * compute
+    processes = shards()
+    if processes > 1:
+        # Each has its part of everything, and what is gathered of two blocks and the embeddings.
+        weights = weights // processes + compute * _gathered(pruned)
     stored = recovery.teacher == "stored"
     logits = (2 * 4 + compute * narrow + (0 if stored else teacher_dtype.itemsize)) * vocabulary
     memory = {
@@ -194,12 +202,23 @@ def _estimate(
     predictions = 6 * TOP * count * seq_len if stored else 0
     state = (_STATE + moments) * trained
     result = pruned.parameters * stored_dtype(pruned.config).itemsize
+    # The first process gathers weights and moments to save them; each begins with all weights.
+    copies = max(2, processes if processes > 1 else 0)
     return Footprint(
-        recovery, memory, 0 if on_host else resident_bytes() + 8 * pruned.parameters,
+        recovery, memory, 0 if on_host else resident_bytes() + 4 * copies * pruned.parameters,
         4 * count * seq_len + predictions + KEPT_STATES * state + max(state, result),
         (recovery.tokens or 0) * _token_operations(dense, pruned, recovery),
         torch.bfloat16 if narrow else torch.float32,
     )  # fmt: skip
+
+
+def _gathered(model: Description) -> int:
+    """Number of parameters that a process of several has whole: two blocks and the embeddings."""
+    blocks = [
+        sum(shape.numel() for name, shape in model.shapes.items() if name.startswith(block.prefix))
+        for block in model.layout.blocks
+    ]
+    return model.parameters - sum(blocks) + 2 * max(blocks)
 
 
 def _added(model: Description, rank: int) -> int:

@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from coec.errors import OptionError
+
 _T = TypeVar("_T")
 
 
@@ -37,6 +39,19 @@ class Processes:
 
         values: list[Any] = [value]
         return broadcast_object_list(values)[0]
+
+
+def shards() -> int:
+    """Number of processes that the trained weights are divided among: 1, where each has all.
+
+    `accelerate launch --use_fsdp` tells its processes by the environment. Raises OptionError for
+    the first version of FSDP, whose states nobody has gone on with here.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return 1
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise OptionError("weights are divided by FSDP 2 alone: give --fsdp_version 2")
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:

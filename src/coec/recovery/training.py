@@ -29,6 +29,7 @@ from coec.models.files import JsonDict, digests_in, write_tensors
 from coec.recovery.distillation import Target, TopTokens, distillation_loss
 from coec.recovery.job import Job
 from coec.recovery.plan import KEPT_STATES
+from coec.recovery.processes import shards
 from coec.recovery.text import Examples
 from coec.settings.recovery import OptimizerName
 
@@ -165,11 +166,13 @@ class Distillation(Trainer):
                 raise OSError(reason) from error
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if hasattr(self.model, "peft_config") or state_dict is not None:
-            super()._save(output_dir, state_dict)
+        folder, model = Path(str(output_dir or self.args.output_dir)), cast(Any, self.model)
+        folder.mkdir(parents=True, exist_ok=True)
+        if state_dict is not None:
+            return  # weights divided among devices: accelerate writes a file of its own
+        if hasattr(model, "peft_config"):
+            super()._save(output_dir)
         elif self.args.should_save:
-            folder, model = Path(str(output_dir or self.args.output_dir)), cast(Any, self.model)
-            folder.mkdir(parents=True, exist_ok=True)
             write_tensors(_distinct(model.state_dict()), folder / _SAVED)
 
 
@@ -265,11 +268,17 @@ def trainer_of(
         dataloader_pin_memory=job.device.type == "cuda", ddp_find_unused_parameters=False,
     )  # fmt: skip
     setattr(settings, CHECKPOINTING, job.checkpointing)
-    return Distillation(
+    # Weights that are divided among devices need not fit one of them whole.
+    home = torch.device("cpu") if shards() > 1 else job.device
+    trainer = Distillation(
         teacher=teacher, cross_entropy=job.recovery.cross_entropy, out=job.out,
-        model=job.student(), args=settings, train_dataset=examples[0], eval_dataset=examples[1],
-        callbacks=[] if monitor is None else [monitor],
+        model=job.student(home), args=settings, train_dataset=examples[0],
+        eval_dataset=examples[1], callbacks=[] if monitor is None else [monitor],
     )  # fmt: skip
+    if plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None):
+        # A state of one file: of states in parts the Trainer loses track which is the best.
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+    return trainer
 
 
 def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:

@@ -1,0 +1,32 @@
+"""`coec` as `accelerate launch --use_fsdp` starts it on devices, on CPUs.
+
+accelerate divides weights on devices alone: the processes of a CPU are taken for such. With
+STOP_AT_STATE they end without a word when the first state is on the disk.
+"""
+
+import os
+
+from accelerate import state
+from accelerate.utils import DistributedType
+
+from coec.cli import main
+from coec.recovery import training
+
+begin, save = state.PartialState.__init__, training.TrainingMonitor.on_save
+
+
+def begin_on_devices(self, *args, **options):
+    begin(self, *args, **options)
+    state.PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
+def save_and_stop(self, *args, **options):
+    save(self, *args, **options)
+    state.PartialState().wait_for_everyone()
+    os._exit(9)
+
+
+state.PartialState.__init__ = begin_on_devices
+if "STOP_AT_STATE" in os.environ:
+    training.TrainingMonitor.on_save = save_and_stop
+main()
