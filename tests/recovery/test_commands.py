@@ -91,11 +91,21 @@ def test_a_dry_run_shows_the_ways_and_writes_nothing(run, dense, pruned, tokens,
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dry_run_of_both_shows_what_each_takes(run, dense, tokens):
+    both = ("prune", dense, "--calibration", tokens, "--seq-len", 32, "--recover", "1k")
+    status, out, _ = run(*both, "--dry-run")
+    assert status == 0
+    assert "disk:" in out
+    assert "training on the calibration text" in out
+    assert "optimizer=adamw-8bit" in out
+    _, out, _ = run(*both, "--dry-run", "--json")
+    assert [way["fits"] for way in json.loads(out)["recover"]["ways"]] == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         (("recover", "dense", "pruned"), "OUT is missing"),
-        (("prune", "dense", "out", "--recover", "1k", "--dry-run"), "does not go with --dry-run"),
         (("prune", "dense", "out", "--recover", "1k", "--statistics", "s"), "with --statistics"),
         (("prune", "dense", "out", "--recover", "0"), "tokens must be a whole number"),
     ],

@@ -119,7 +119,7 @@ def prune_command(
     chosen = common.settings_of(flags)
     if out is None or flags["dry_run"]:
         plan = pruning.plan(model, statistics=flags["statistics"], **chosen)
-        _show_plan(plan, model, out, flags)
+        _show_plan(plan, model, out, flags, tokens)
         return
     with showing_progress(flags["quiet"]) as advance:
         running = {"progress": advance, **_handling(flags), **chosen}
@@ -182,23 +182,27 @@ def compensate_command(
 
 def _check_recover(flags: Mapping[str, Any]) -> None:
     """Raise BadParameter for what has no training behind it."""
-    for name, instead in {
-        "dry_run": "coec recover MODEL PRUNED --dry-run says what training takes",
-        "statistics": "they hold no text: run coec recover afterwards",
-    }.items():
-        if flags[name]:
-            flag = common.flag_of(name)
-            raise typer.BadParameter(f"--recover does not go with {flag}: {instead}")
+    if flags["statistics"]:
+        raise typer.BadParameter(
+            "--recover does not go with --statistics, which hold no text: run coec recover then"
+        )
 
 
 def _handling(flags: Mapping[str, Any]) -> common.Values:
     return common.given(flags, ("statistics", "force", "restart"))
 
 
-def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[str, Any]) -> None:
+def _show_plan(
+    plan: "Plan",
+    model: str,
+    out: str | Path | None,
+    flags: Mapping[str, Any],
+    tokens: str | None = None,
+) -> None:
     """Print what a pruning would do and take; then OptionError where it does not fit in the memory.
 
-    Where statistics are given, no text is run.
+    Where statistics are given, no text is run. With tokens, what a training on them takes is
+    printed too; of widths that are not decided, as if every block had the same.
     """
     from coec.devices import FreeMemory, choose_device, product_rate
     from coec.planning import ComputeConfig, Forecast
@@ -214,7 +218,19 @@ def _show_plan(plan: "Plan", model: str, out: str | Path | None, flags: Mapping[
     seconds = forecast.operations / product_rate(device, compute.forward)
     record = {"model": model, **plan.record(), **forecast.record(), "seconds": seconds}
     record |= {"device": str(device), "close": list(close)}
-    common.show(record, _planned(plan, forecast, record, out), flags["json"])
+    training: tuple[RenderableType, ...] = ()
+    if tokens is not None:
+        from coec.cli.recover import ways_to_train
+        from coec.models.description import Description
+        from coec.recovery.recover import settings_like
+
+        pruned = Description.of(plan.output.config)
+        record["recover"], ways = ways_to_train(
+            plan.model, pruned, settings_like(plan.recipe, tokens)
+        )
+        training = ("\ntraining on the calibration text, afterwards:", *ways)
+    lines = itertools.chain(_planned(plan, forecast, record, out), training)
+    common.show(record, lines, flags["json"])
     check_room(plan, compute, room)
 
 

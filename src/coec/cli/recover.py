@@ -1,6 +1,6 @@
 """`coec recover`: what training would take, for `--dry-run`, and what it gave."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +10,10 @@ from coec.cli.progress import showing_progress
 from coec.settings.recovery import Recovery
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from coec.models.description import Description
+    from coec.models.files import JsonDict
     from coec.pipeline.report import Report
 
 _TABLE = Recovery.table()
@@ -41,7 +45,8 @@ def recover_command(
     common.quieten()
     chosen = common.given(flags, _TABLE)
     if out is None or flags["dry_run"]:
-        _show_ways(dense, pruned, chosen, flags)
+        record, lines = ways_to_train(dense, pruned, chosen)
+        common.show(record, lines, flags["json"])
         return
     from coec.recovery import recover
     from coec.recovery.processes import is_first
@@ -86,8 +91,10 @@ def recovery_lines(report: "Report") -> Iterator[str]:
     yield common.measuring(report.model, report.out, text["source"])
 
 
-def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, Any]) -> None:
-    """Print every way to train: its memory, time and disk, and whether it fits."""
+def ways_to_train(
+    dense: "str | Description", pruned: "str | Description", settings: Values
+) -> tuple["JsonDict", tuple["RenderableType", ...]]:
+    """Return memory, time and disk of every way to train, and whether it fits: record, lines."""
     from coec.devices import FreeMemory, choose_device, product_rate
     from coec.recovery import plan
 
@@ -114,4 +121,4 @@ def _show_ways(dense: str, pruned: str, settings: Values, flags: Mapping[str, An
         common.table(("", "memory", "fits", "time", "disk meanwhile"), rows),
         f"\non {device}{room}; times are rough: operations at the rate of one matrix product here",
     )
-    common.show({"device": str(device), "free": free, "ways": records}, lines, flags["json"])
+    return {"device": str(device), "free": free, "ways": records}, lines

@@ -190,7 +190,8 @@ def _estimate(
         # Each has its part of everything, and what is gathered of two blocks and the embeddings.
         weights = weights // processes + compute * _gathered(pruned)
     stored = recovery.teacher == "stored"
-    logits = (2 * 4 + compute * narrow + (0 if stored else teacher_dtype.itemsize)) * vocabulary
+    # Logits and their derivatives, and the teacher's
+    logits = (2 * compute + (0 if stored else teacher_dtype.itemsize)) * vocabulary
     memory = {
         "program": resident_bytes() if on_host else 0,
         "student": weights,

@@ -113,17 +113,26 @@ class Distillation(Trainer):
     Args:
         teacher: predicts the windows; None where the examples hold its predictions.
         cross_entropy: as in `distillation_loss`.
+        narrow: True where weights are float32 and products bfloat16. The Trainer's own setting
+            would hand over every token's logits in float32.
         out: the folder that is made, for errors of the disk.
         options: what `Trainer` takes.
     """
 
     def __init__(
-        self, *, teacher: PreTrainedModel | None, cross_entropy: float, out: Path, **options: Any
+        self,
+        *,
+        teacher: PreTrainedModel | None,
+        cross_entropy: float,
+        narrow: bool,
+        out: Path,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         # Progress goes through the callback that the caller gave.
         self.remove_callback(PrinterCallback)
         self._teacher, self._cross_entropy, self._out = teacher, cross_entropy, out
+        self._narrow = narrow
 
     def compute_loss(
         self,
@@ -135,7 +144,8 @@ class Distillation(Trainer):
         """Mean loss of some windows; on held-out ones the divergence alone."""
         ids = inputs["input_ids"]
         target = _target(self._teacher, inputs)
-        outputs = model(input_ids=ids, use_cache=False)
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._narrow):
+            outputs = model(input_ids=ids, use_cache=False)
         share = self._cross_entropy if model.training else 0.0
         loss = distillation_loss(outputs.logits, target, ids, share)
         return (loss, outputs) if return_outputs else loss
@@ -258,7 +268,8 @@ def trainer_of(
         optim=_OPTIMIZERS[job.recovery.optimizer],
         adam_beta1=_BETAS[0], adam_beta2=_BETAS[1], max_grad_norm=1.0, weight_decay=0.0,
         lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
-        bf16=job.narrow, use_cpu=job.device.type == "cpu",
+        bf16=job.narrow and shards() > 1,  # FSDP gathers weights in it
+        use_cpu=job.device.type == "cpu",
         eval_strategy=kept, eval_steps=schedule.every, save_strategy=kept,
         save_steps=schedule.every, save_total_limit=KEPT_STATES,
         load_best_model_at_end=monitor is not None,
@@ -271,8 +282,8 @@ def trainer_of(
     # Weights that are divided among devices need not fit one of them whole.
     home = torch.device("cpu") if shards() > 1 else job.device
     trainer = Distillation(
-        teacher=teacher, cross_entropy=job.recovery.cross_entropy, out=job.out,
-        model=job.student(home), args=settings, train_dataset=examples[0],
+        teacher=teacher, cross_entropy=job.recovery.cross_entropy, narrow=job.narrow,
+        out=job.out, model=job.student(home), args=settings, train_dataset=examples[0],
         eval_dataset=examples[1], callbacks=[] if monitor is None else [monitor],
     )  # fmt: skip
     if plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None):
