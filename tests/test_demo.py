@@ -1,5 +1,6 @@
 """The demo does what it says, on less text and in a few steps."""
 
+import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -61,7 +62,7 @@ def hasty(model, out, **settings):
 
 
 def test_the_demo_asks_for_what_draws_before_it_works(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(OptionError, match="pip install 'coec\\[demo\\]'"):
         demo.run(tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ prints it as it is, without a traceback, and exits with status 1. The change is 
 argument, `seq_len=64`, which the command spells as a flag (`coec.cli.common`).
 """
 
+import importlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -21,6 +22,16 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a hint at the nearest of the names, if one is near."""
     close = get_close_matches(name, list(names), 1)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def check_installed(purpose: str, install: str, *packages: str) -> None:
+    """Raise OptionError unless packages can be imported; `install` is what pip gets them by."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            missing = package if error.name in (None, package.partition(".")[0]) else error.name
+            raise OptionError(f"{purpose} needs {missing}: pip install {install}") from None
 
 
 class CoecError(Exception):

@@ -12,13 +12,11 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
-from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Shape
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
-from outcomes import one_line
 
 
 def test_a_tied_head_is_no_tensor_of_its_own():
@@ -62,24 +60,6 @@ def test_a_skeleton_takes_no_memory():
 def test_sizes_that_are_none_are_refused(changes, match):
     with pytest.raises(ModelError, match=match):
         Description.of(tm.raw_config("llama", **changes))
-
-
-@pytest.mark.slow
-def test_a_model_of_low_rank_is_refused_wherever_it_is_opened(tmp_path):
-    """As earlier versions wrote it: a type of its own, and the ranks by block."""
-    dense, folder = (tm.save(tm.tiny("llama"), tmp_path / name) for name in ("dense", "old"))
-    ranks = [{"mlp.up_proj": 9}, {"mlp.up_proj": 8}]
-    tm.edit_config(folder, model_type="low_rank_llama", ranks=ranks)
-    for call in (
-        lambda: Dense.open(folder),
-        lambda: Description.read(folder / "config.json"),
-        lambda: coec.plan(folder),
-        lambda: coec.efficiency(dense, folder),
-        lambda: coec.compensate_pruned(dense, folder, tmp_path / "out"),
-        lambda: coec.perplexity(folder, tmp_path / "none.txt"),
-    ):
-        with one_line(ModelError, match="is of low rank, which coec no longer reads"):
-            call()
 
 
 def test_json_is_utf8_whatever_the_locale(tmp_path):

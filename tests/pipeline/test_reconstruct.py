@@ -22,7 +22,8 @@ from coec.pipeline.solve import SINKS
 from coec.planning import run as planned_run
 from coec.planning.plan import Plan, tried_blocks
 from coec.planning.recipe import Recipe
-from coec.reconstruction import TrainedBlock, block_training
+from coec.reconstruction import block_training
+from coec.reconstruction.block_training import TrainedBlock
 from coec.streaming.layers import Layers
 from coec.streaming.two_streams import ConsumerStatistics
 from coec.types import Gram, GramSum

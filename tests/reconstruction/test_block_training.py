@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from coec.errors import NumericalError
-from coec.reconstruction import Example, Training, block_training, relative_error, train_block
-from coec.reconstruction.block_training import STEP_TOKENS, step_tokens
+from coec.reconstruction import block_training
+from coec.reconstruction.block_training import (
+    STEP_TOKENS,
+    Example,
+    Training,
+    relative_error,
+    step_tokens,
+    train_block,
+)
 
 CPU = torch.device("cpu")
 H, LENGTH = 6, 64

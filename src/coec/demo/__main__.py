@@ -6,7 +6,6 @@ under different seeds, so perplexities compare methods and are no WikiText numbe
 
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from coec.calibration.tokens import load_tokenizer
 from coec.cli.common import quieten, results, table
 from coec.cli.progress import showing_progress
 from coec.demo.plot import draw
-from coec.errors import OptionError
+from coec.errors import check_installed
 from coec.evaluation.perplexity import Perplexity, perplexity
 from coec.pipeline.collect import collect
 from coec.pipeline.prune import prune
@@ -46,8 +45,7 @@ def run(
 ) -> None:
     """Run the whole demo: five repairs, `best`, a table, checkpoints, a continuation, a plot."""
     quieten()
-    if find_spec("matplotlib") is None:  # before the work whose end is a picture
-        raise OptionError("the demo draws a picture with matplotlib: pip install 'coec[demo]'")
+    check_installed("the demo's picture", "'coec[demo]'", "matplotlib")  # before the work
     results.print(
         f"A trained Llama of 3 M parameters; {SPARSITY:.0%} of its MLP channels and KV groups go.\n"
         "Calibration and evaluation text: sampled from the dense model itself (two seeds).\n"

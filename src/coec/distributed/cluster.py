@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from coec.errors import CoecError, OptionError, first_line
+from coec.errors import CoecError, OptionError, check_installed, first_line
 from coec.events import record
 from coec.execution.output import nearest
 from coec.version import __version__
@@ -366,10 +366,9 @@ def joined(address: str | None) -> Iterator[Cluster]:
     # By default Ray reports usage, and hides all GPUs from processes that ask for none.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-    except ImportError:
-        raise OptionError("executor = ray needs Ray: pip install 'coec[ray]'") from None
+    check_installed("executor=ray", "'coec[ray]'", "ray")
+    import ray
+
     if ray.is_initialized():  # somebody's own, who leaves it as well
         yield Cluster(ray)
         return

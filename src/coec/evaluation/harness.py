@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coec.errors import CalibrationError, CoecError, OptionError, first_line
+from coec.errors import CalibrationError, CoecError, OptionError, check_installed, first_line
 from coec.events import Progress
 from coec.models.files import JsonDict
 
@@ -28,13 +28,7 @@ git in the working folder, and many programs."""
 
 def lm_eval_version() -> str:
     """Version of the installed lm-eval; raises OptionError if it is not all there."""
-    try:
-        import accelerate  # noqa: F401
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            f"zero-shot tasks need lm-evaluation-harness ({error}): pip install 'coec[zero-shot]'"
-        ) from error
+    check_installed("lm-evaluation-harness", "'coec[zero-shot]'", "accelerate", "lm_eval")
     return version("lm_eval")
 
 

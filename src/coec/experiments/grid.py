@@ -29,7 +29,7 @@ from coec.experiments.rows import (
 from coec.planning.recipe import Recipe, by_name, read_toml
 from coec.settings import NAMES, OPTIONS, Pruning
 from coec.settings.presets import with_preset
-from coec.settings.recovery import check_installed, token_count
+from coec.settings.recovery import check_can_train, token_count
 
 _MOST_CELLS = 100_000
 """Cells of one grid: more would take years."""
@@ -253,7 +253,7 @@ class Grid:
                     tokens = settings.pop(RECOVER, 0)
                     recover = None if tokens in (0, "0") else token_count(tokens)
                     if recover is not None:
-                        check_installed("accelerate")
+                        check_can_train()
                     recipe = Recipe(**_without_idle(settings, linked))
                 except OptionError as error:
                     raise OptionError(f"grid '{self.name}': {error}") from error

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import SupportsIndex
 
-from coec.errors import OptionError, OutputError
+from coec.errors import OptionError, OutputError, check_installed
 from coec.events import Progress, recording
 from coec.execution.output import appearing, check_file, check_space, path_of
 from coec.exporting import GGUF_DTYPES
@@ -87,12 +87,7 @@ def export(
     path = path_of(out)
     if path.suffix != _SUFFIX:
         raise OutputError(f"the output must be a file whose name ends in {_SUFFIX}, got '{out}'")
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise OptionError(
-            f"GGUF files are written by the package gguf ({error}): pip install 'coec[gguf]'"
-        ) from None
+    check_installed("writing GGUF files", "'coec[gguf]'", "gguf")
     check_file(path, _MAGIC, force)
     # These modules need the package, so they are imported only now.
     from coec.exporting.plan import ExportPlan

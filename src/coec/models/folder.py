@@ -53,8 +53,6 @@ _IMPORT = re.compile(r"^\s*(?:from|import)\s+\.(\w+)", re.MULTILINE)
 _TEMPLATES = "additional_chat_templates"
 _FOLDERS = {"coec": ("kept.safetensors",), _TEMPLATES: ("*.jinja",)}
 """Folders inside a model, and the patterns of their files."""
-_LOW_RANK = "low_rank_"
-"""Beginning of the model type that earlier versions wrote for matrices of low rank."""
 _GGUF = (
     "'{}' is a GGUF file, which no weights can be pruned in: give the folder with config.json and "
     "safetensors that it was made from"
@@ -106,7 +104,7 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
 def read_config(model: Path) -> JsonDict:
     """Read the raw config.json of a model folder (or the file itself).
 
-    Raises ModelError where there is none, or an earlier version wrote it for low rank.
+    Raises ModelError where there is none.
     """
     try:
         path = model if model.is_file() else model / CONFIG
@@ -122,11 +120,6 @@ def read_config(model: Path) -> JsonDict:
         raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     if not isinstance(config, dict):
         raise ModelError(f"'{path}' holds no JSON object")
-    if str(config.get("model_type")).startswith(_LOW_RANK):
-        raise ModelError(
-            f"'{model}' is of low rank, which coec no longer reads: give the dense model that it "
-            "was made from"
-        )
     return non_uniform.as_read(config)
 
 

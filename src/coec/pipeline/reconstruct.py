@@ -40,7 +40,7 @@ from coec.pipeline.solve import (
 from coec.pipeline.write import Checkpoint
 from coec.planning.plan import tried_blocks
 from coec.planning.run import Run
-from coec.reconstruction import Training, relative_error, train_block
+from coec.reconstruction.block_training import Training, relative_error, train_block
 from coec.settings.fields import nth_seed
 from coec.streaming.dense_stream import Measured, Sums
 from coec.streaming.head import Head, Prediction, rescaled_norm

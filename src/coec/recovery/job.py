@@ -23,7 +23,7 @@ from coec.models.surgery import cast, stacked, unstacked
 from coec.pipeline.report import Report
 from coec.recovery import plan
 from coec.recovery import text as texts
-from coec.settings.recovery import Recovery, check_installed
+from coec.settings.recovery import Recovery, check_can_train
 
 RATE, LORA_FACTOR = 0.55, 10
 """The learning rate in root mean squares of the weights times √(batch · start) / width, where
@@ -153,9 +153,7 @@ def settings_of(settings: Mapping[str, Any]) -> Recovery:
         raise OptionError(f"unknown setting '{unknown[0]}'; known: {', '.join(sorted(names))}")
     recovery = Recovery.of(settings)
     recovery = replace(recovery, text=source_of(recovery.text, recovery.text_column))
-    check_installed("accelerate", *(["peft"] if recovery.lora is not None else []))
-    if recovery.optimizer == "adamw-8bit":
-        check_installed("torchao", install="torchao")
+    check_can_train(recovery)
     return recovery
 
 

@@ -1,11 +1,10 @@
 """The settings of `coec recover`."""
 
-import importlib
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from coec.errors import OptionError
+from coec.errors import OptionError, check_installed
 from coec.settings.fields import Settings, check_seed, check_whole, setting, without_effect
 from coec.settings.parts import Source
 
@@ -34,15 +33,13 @@ def token_count(amount: Any) -> int:
     return check_whole("tokens", amount)
 
 
-def check_installed(*packages: str, install: str = "'coec[recover]'") -> None:
-    """Raise OptionError unless the packages that train can be imported; `install` brings them."""
-    for package in packages:
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise OptionError(
-                f"training needs {package}, which is not installed: pip install {install}"
-            ) from error
+def check_can_train(recovery: "Recovery | None" = None) -> None:
+    """Raise OptionError unless the packages that train can be imported."""
+    check_installed("training", "'coec[recover]'", "accelerate")
+    if recovery is not None and recovery.lora is not None:
+        check_installed("training", "'coec[recover]'", "peft")
+    if recovery is not None and recovery.optimizer == "adamw-8bit":
+        check_installed("training", "torchao", "torchao")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from coec.errors import CalibrationError, CoecError, OptionError
@@ -80,17 +79,6 @@ class Statistics:
     def record(self) -> JsonDict:
         """Return what they were made of and with."""
         return {name: getattr(self, name) for name in ("calibration", "made_with", "settings")}
-
-    @property
-    def windows(self) -> Int[Tensor, "n length"]:
-        """The calibration windows, held-out ones included; raises CalibrationError if damaged."""
-        path = self.folder / WINDOWS
-        try:
-            self._check_file(path)
-            ids: Tensor = load_file(path)["input_ids"]
-            return ids
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise CalibrationError(f"'{path}' cannot be read ({error}): collect again") from error
 
     def _check_file(self, path: Path) -> None:
         """Raises ValueError unless a file is what was collected; OSError where it is not there."""

@@ -18,7 +18,7 @@ from coec.devices import summed_products
 from coec.models.dense import Dense, Prefetcher
 from coec.models.description import Description
 from coec.planning.run import Run
-from coec.reconstruction import Example
+from coec.reconstruction.block_training import Example
 from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts, summed_inputs
 from coec.streaming.head import Head, Prediction
 from coec.streaming.layers import HOST, Layers, State

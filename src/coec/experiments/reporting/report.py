@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coec.errors import OptionError
+from coec.errors import check_installed
 from coec.experiments.files import write_whole
 
 if TYPE_CHECKING:
@@ -38,12 +38,8 @@ def write_report(folder: str | Path) -> WrittenReport:
         OptionError: a library of the report is not installed.
         OutputError: the folder cannot be written.
     """
-    for library in ("pandas", "tabulate", "matplotlib", "jinja2"):  # pandas needs two of them
-        try:
-            __import__(library)
-        except ImportError:
-            message = f"the report needs {library}: pip install 'coec[report]'"
-            raise OptionError(message) from None
+    libraries = "pandas", "tabulate", "matplotlib", "jinja2"  # pandas needs two of them
+    check_installed("the report", "'coec[report]'", *libraries)
     from coec.experiments.reporting import formats
     from coec.experiments.reporting.frame import frame_of, read_rows
     from coec.experiments.reporting.sections import of_all_cells, of_grids
