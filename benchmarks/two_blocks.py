@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     ends = time.monotonic() + 60 * chosen.minutes
     rows: list[dict[str, Any]] = []
+    failed = False
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         difference = agreement(work, chosen.device)
@@ -66,11 +67,13 @@ def main(arguments: list[str] | None = None) -> None:
                 command, capture_output=True, text=True, cwd=record.ROOT, check=False
             )
             if run.returncode:
+                failed = True
                 print(f"{preset}: failed: {(run.stderr.strip().splitlines() or ['no word'])[-1]}")
                 continue
             rows.append(json.loads(run.stdout.strip().splitlines()[-1]))
             record.save("two_blocks", arguments, {"difference": difference, "rows": rows})
     print(describe(rows))
+    sys.exit(failed)
 
 
 def made(

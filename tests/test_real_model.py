@@ -1,6 +1,10 @@
 """The real model's harness, on its first two blocks: the folder, a row, and what a row says."""
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +67,25 @@ def test_a_row_of_a_preset_is_nearer_to_the_dense_model_than_the_bare_slice(
 
 
 @pytest.mark.slow
+def test_the_script_for_a_gpu_is_rehearsed_on_the_cpu(two_blocks: Path, tmp_path: Path) -> None:
+    """Both benchmarks by one command, small, in a copy: results go beside the code."""
+    for folder in ("src", "benchmarks"):
+        shutil.copytree(
+            record.ROOT / folder,
+            tmp_path / folder,
+            ignore=shutil.ignore_patterns("results", "*.pyc"),
+        )
+    small = "--scale 0.03125 --samples 16 --seq-len 64 --presets fast paper --device cpu"
+    told = {"OUT": str(tmp_path), "PYTHON": sys.executable, "TWO_BLOCKS": small,
+            "COEC_CACHE": str(two_blocks.parent)}  # fmt: skip
+    rows = ("--size", "cpu", "--jobs", "1", "--first", "2", "--rows", "none", "--sparsity", "0.3")
+    script = (tmp_path / "benchmarks/gpu/run.sh", "8", *rows, "--shared", SHARED)
+    subprocess.run(["sh", *map(str, script)], env=os.environ | told, check=True, timeout=500)
+    results = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    assert [row["preset"] for row in results["two_blocks"]["rows"]] == ["fast", "paper"]
+    assert 0 < results["real_proxy"]["rows"][-1]["error"] < 1
+
+
 def test_a_row_that_is_trained_afterwards_says_how_fast(two_blocks: Path, small: None) -> None:
     name = "none, recover 20k, same windows"
     settings = dict(real.ROWS[name])
