@@ -62,8 +62,10 @@ class Gram:
         # What one of the two did not measure is unknown of both.
         centred = norms = largest = None
         if self.centred is not None and addend.centred is not None:
-            means, counts = (self.mean, addend.mean), (self.tokens, addend.tokens)
-            centred = _pooled((self.centred, addend.centred), means, counts)
+            means = self.mean, addend.mean
+            centred, counts = self.centred, (self.tokens, addend.tokens)
+            if any(counts):
+                centred = _pooled((self.centred, addend.centred), means, counts)
         if self.output_norms is not None and addend.output_norms is not None:
             norms = self.output_norms + addend.output_norms
         if self.largest is not None and addend.largest is not None:
@@ -138,7 +140,8 @@ class GramSum:
         self.output_norms = torch.zeros((), dtype=torch.float64, device=device)
         self.largest = torch.zeros(0, dtype=torch.float64, device=device)
         self.tokens = 0
-        self.weight = 0.0
+        # Of all rows. Where tokens have weights it stays on the device: to read it would wait.
+        self.weight: float | Tensor = 0.0
         self.precision = 0.0
 
     def update(
@@ -160,7 +163,7 @@ class GramSum:
         batch.largest = energies if w is None else energies * w[:, 0]
         batch.x = _summed(weighted)
         batch.tokens = len(rows)
-        batch.weight = n = len(rows) if w is None else float(w.sum(dtype=torch.float64))
+        batch.weight = n = len(rows) if w is None else w.sum(dtype=torch.float64)
         # Squares around the batch's own mean: those of the raw values would drown the deviations.
         deviations = rows - (batch.x / n).to(rows.dtype)
         off = _summed(deviations if w is None else deviations * w)
@@ -197,6 +200,8 @@ class GramSum:
         moved = copy.copy(self)
         for name in ("xx", "x", "centred", "output_norms", "largest"):
             setattr(moved, name, getattr(self, name).to(device))
+        if isinstance(self.weight, Tensor):
+            moved.weight = self.weight.to(device)
         return moved
 
     def gram(self) -> Gram:
@@ -220,10 +225,10 @@ def _summed(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
 def _pooled(
     centred: tuple[Float[Tensor, " d"], Float[Tensor, " d"]],
     means: tuple[Float[Tensor, " d"], Float[Tensor, " d"]],
-    tokens: tuple[float, float],
+    weights: tuple[float | Tensor, float | Tensor],
 ) -> Float[Tensor, " d"]:
     """`Σ (x − μ)²` of two samples together, μ the mean of both."""
-    weight = tokens[0] * tokens[1] / ((tokens[0] + tokens[1]) or 1)
+    weight = weights[0] * weights[1] / (weights[0] + weights[1])
     return centred[0] + centred[1] + weight * (means[1] - means[0]).square()
 
 

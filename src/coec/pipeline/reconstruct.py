@@ -372,7 +372,7 @@ class BlockReconstruction:
         squares = [s for squares in self._group.each(TwoStreams.squares) for s in squares]
         floor = least_square(squares)
         weights = [token_weights(batch, floor) for batch in squares]
-        total = math.fsum(float(batch.sum(dtype=torch.float64)) for batch in weights)
+        total = math.fsum(torch.stack([w.sum(dtype=torch.float64) for w in weights]).tolist())
         mean = total / sum(batch.numel() for batch in weights)
         self._group.do(TwoStreams.weigh, floor, mean)
 

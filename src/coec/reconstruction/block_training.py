@@ -151,13 +151,13 @@ def train_block(
     def judged(at: Theta) -> float:
         # What is judged is what will be written: the rounding to the output dtype included.
         rounded = {name: p.detach().to(training.written).to(p.dtype) for name, p in at.items()}
-        total, tokens = 0.0, 0
+        total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
         with torch.no_grad():
             for batch in _batches(judges or examples, range(len(judges or examples)), size, device):
                 outputs = block(rounded, batch.inputs)
-                total += float(objective(outputs, batch.targets, batch.weights))
+                total += objective(outputs, batch.targets, batch.weights)
                 tokens += batch.weights.numel()
-        return total / tokens
+        return float(total) / tokens
 
     # Candidates are the start and the state behind every pass.
     errors, fitted = [judged(theta)], list[float]()

@@ -180,11 +180,12 @@ class TwoStreams:
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
         """Yield, for every part, each token's mean square of the dense state behind the block."""
         for numbers in self._parts["fit"]:
-            yield tuple(self._squares(self._block.targets[n]) for n in numbers)
+            squares = [self._squares(self._block.targets[n]) for n in numbers]
+            yield torch.cat(squares).cpu().split([len(batch) for batch in squares])
 
     def _squares(self, state: State) -> Float[Tensor, "n length"]:
-        """Return mean squares on the host, computed in one place wherever the states wait."""
-        return squares_of(state.to(self._device)).cpu()
+        """Return mean squares, computed in one place wherever the states wait."""
+        return squares_of(state.to(self._device))
 
     def weigh(self, floor: float, mean: float) -> None:
         """Set the weight of every token of the open block, without which all count alike.
