@@ -158,11 +158,12 @@ def recovered(rows: Rows) -> str:
         lines.append([
             start, tokens, way or "all weights, WikiText-2", *pairs, f"{row['perplexity']:.1f}",
             f"{row['cpu'] - row['training_cpu']:.0f} + {row['training_cpu']:.0f}",
-            f"{row['learning_rate']:.1e}",
+            f"{row['tokens'] / row['training_cpu']:.0f}", f"{row['learning_rate']:.1e}",
             f"{row['planned_bytes'] / 1e9:.1f}, {row['bytes'] / 1e9:.1f}",
         ])  # fmt: skip
     header = ["from", "tokens", "what is trained, and on what", "KL", "KL on stories", "perplexity"]
-    header += ["CPU s: pruning + training", "rate", "memory: planned, taken (GB)"]
+    header += ["CPU s: pruning + training", "tokens a CPU s", "learning rate"]
+    header += ["memory: planned, taken (GB)"]
     return record.table(header, lines)
 
 
