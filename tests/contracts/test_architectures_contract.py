@@ -16,7 +16,7 @@ from promises import (
 
 import coec
 import tiny_models as tm
-from coec.calibration.windows import Windows, hold_out
+from coec.calibration.windows import Windows, split_windows
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
@@ -335,7 +335,7 @@ def test_a_trained_checkpoint_is_what_the_streams_ended_with(variant, models, tm
         models[variant], tmp_path / "out", **settings | {"preset": "balanced"}, reconstruct=1,
         prediction_passes=1, holdout=0.125,
     )  # fmt: skip
-    held = hold_out(Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0)[1]
+    held = split_windows(Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0)[1]
     with torch.no_grad():
         model = tm.load(tmp_path / "out")
         predicted = tm.logits(model, held)[:, :-1].flatten(0, 1)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import coec
 import tiny_models as tm
 from coec.calibration.tokens import Stream
-from coec.calibration.windows import held_out, hold_out, sample_windows, source_digest
+from coec.calibration.windows import sample_windows, source_digest, split_windows, validation_count
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
 from coec.execution.journal import seal
 from coec.models.dense import Dense
@@ -74,14 +74,14 @@ def test_a_file_named_like_a_data_set_is_not_what_is_read(name, tmp_path, monkey
 
 def test_held_out_windows_are_a_fraction_drawn_under_the_seed():
     windows = sample_windows(Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0)
-    fit, held = hold_out(windows, 0.2, seed=0)
+    fit, held = split_windows(windows, 0.2, seed=0)
     assert len(fit) == 8
     assert len(held) == 2
     together = torch.cat([fit, held])
     assert torch.equal(together[together[:, 0].argsort()], windows.ids)
-    draws = {tuple(hold_out(windows, 0.2, seed=s)[1][:, 0].tolist()) for s in range(8)}
+    draws = {tuple(split_windows(windows, 0.2, seed=s)[1][:, 0].tolist()) for s in range(8)}
     assert len(draws) > 3
-    assert hold_out(windows, 0.0, seed=0)[1] is None
+    assert split_windows(windows, 0.0, seed=0)[1] is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_held_out_windows_are_a_fraction_drawn_under_the_seed():
     [(4, 0.125, 1), (2, 0.01, 1), (10, 0.01, 1), (8, 0.125, 1), (64, 0.125, 8), (1, 0.0, 0)],
 )
 def test_a_fraction_holds_out_at_least_one_window(windows, fraction, held):
-    assert held_out(windows, fraction) == held
+    assert validation_count(windows, fraction) == held
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(10, 0.99), (1, 0.01), (1, 0.5), (2, 0.8)])
@@ -98,7 +98,7 @@ def test_a_fraction_that_leaves_nothing_to_fit_on_is_refused(count, fraction):
     with pytest.raises(
         CalibrationError, match=r"both need at least one; take more windows \(samples=N\)"
     ):
-        hold_out(windows, fraction, seed=0)
+        split_windows(windows, fraction, seed=0)
 
 
 def test_statistics_add_up_to_those_of_all_windows(model, saved, tmp_path):
@@ -129,7 +129,7 @@ def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tm
     layer = dense.model.layers[1].mlp.down_proj
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
     with torch.no_grad():
-        dense(input_ids=hold_out(windows, 0.2, seed=0)[1])
+        dense(input_ids=split_windows(windows, 0.2, seed=0)[1])
         X = seen[0].double()
         W = layer.weight.double()
         Y = X @ W.T

@@ -14,7 +14,7 @@ from coec.pipeline.solve import UNSEEN
 from coec.types import KeptSet
 from outcomes import succeeded
 
-FEW = "few tokens: the repair is drawn back towards the slice"
+FEW = "few tokens: the compensation is shrunk towards plain slicing"
 COLLECTED = {"forward_dtype": "float64", "seq_len": 2, "samples": 1, "seed": 1}
 SETTINGS = {"preset": "paper", "sparsity": 0.3, **COLLECTED}
 

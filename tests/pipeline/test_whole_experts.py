@@ -90,7 +90,7 @@ def test_the_experts_that_add_least_to_their_tokens_go(variant, windows, models,
     """
     tokens = tm.token_file(tmp_path / "tokens.npy", rows=windows)
     settings = {**TEXT, **WHOLE, "samples": windows, "calibration": tokens}
-    assert bool(coec.plan(models[variant], **settings).recipe.judges_are_fitted) == (windows == 4)
+    assert bool(coec.plan(models[variant], **settings).recipe.fits_validation) == (windows == 4)
     report = coec.prune(models[variant], tmp_path / "out", **settings)
     model, inputs = tm.load(models[variant]), {}
     for index, layer in enumerate(model.model.layers):

@@ -64,18 +64,18 @@ def recover_command(
 def recovery_lines(report: "Report") -> Iterator[str]:
     """Yield lines on what a training gave."""
     record = report.recoveries[-1]
-    text, judged = record["text"], record["held_out"]
+    text, validation = record["text"], record["held_out"]
     weights = "all weights" if record["lora"] is None else f"additions of rank {record['lora']}"
     yield f"wrote {common.named(report.out)}"
     yield (
         f"trained          {weights} on {record['tokens']:,} tokens of {text['source']} "
         f"({record['passes']:.2g} passes), learning rate {record['learning_rate']:.2g}"
     )
-    windows = f"{judged['windows']} windows that were not trained on"
-    divergence = f"KL to dense      {judged['before']:.4f}"
+    windows = f"{validation['windows']} validation windows"
+    divergence = f"KL to dense      {validation['before']:.4f}"
     if record["improved"]:
-        gain = 1 - judged["after"] / judged["before"]
-        yield f"{divergence} → {judged['after']:.4f} (−{gain:.0%}) on {windows}"
+        gain = 1 - validation["after"] / validation["before"]
+        yield f"{divergence} → {validation['after']:.4f} (−{gain:.0%}) on {windows}"
     else:
         yield (
             f"{divergence}: no state was better on {windows}, and the weights are those of the "

@@ -49,7 +49,7 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
     """
     weight, kept = problem.weight, problem.kept
     # G^0 = I: the data-blind limit, whose best weight is the slice itself.
-    if options.alpha == 0 or problem.nothing_to_repair:
+    if options.alpha == 0 or problem.nothing_to_compensate:
         W_K = kept_columns(weight, kept)
         return SiteResult(W_K, diagnostics={"reason": "nothing to compensate"})
 
