@@ -1,4 +1,4 @@
-"""Statistics kept on disk, and held-out ones."""
+"""Statistics kept on disk, and those of validation windows."""
 
 import json
 import shutil
@@ -72,12 +72,12 @@ def test_a_file_named_like_a_data_set_is_not_what_is_read(name, tmp_path, monkey
     assert source_digest(tmp_path / "absent") == str(tmp_path / "absent")
 
 
-def test_held_out_windows_are_a_fraction_drawn_under_the_seed():
+def test_validation_windows_are_a_fraction_drawn_under_the_seed():
     windows = sample_windows(Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0)
-    fit, held = split_windows(windows, 0.2, seed=0)
+    fit, validation = split_windows(windows, 0.2, seed=0)
     assert len(fit) == 8
-    assert len(held) == 2
-    together = torch.cat([fit, held])
+    assert len(validation) == 2
+    together = torch.cat([fit, validation])
     assert torch.equal(together[together[:, 0].argsort()], windows.ids)
     draws = {tuple(split_windows(windows, 0.2, seed=s)[1][:, 0].tolist()) for s in range(8)}
     assert len(draws) > 3
@@ -85,11 +85,11 @@ def test_held_out_windows_are_a_fraction_drawn_under_the_seed():
 
 
 @pytest.mark.parametrize(
-    ("windows", "fraction", "held"),
+    ("windows", "fraction", "count"),
     [(4, 0.125, 1), (2, 0.01, 1), (10, 0.01, 1), (8, 0.125, 1), (64, 0.125, 8), (1, 0.0, 0)],
 )
-def test_a_fraction_holds_out_at_least_one_window(windows, fraction, held):
-    assert validation_count(windows, fraction) == held
+def test_a_fraction_is_at_least_one_window(windows, fraction, count):
+    assert validation_count(windows, fraction) == count
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(10, 0.99), (1, 0.01), (1, 0.5), (2, 0.8)])
@@ -116,8 +116,8 @@ def test_statistics_add_up_to_those_of_all_windows(model, saved, tmp_path):
             assert (total.x - one.grams[site].x).norm() < 1e-6 * total.x.norm()
 
 
-def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tmp_path):
-    """Oracle: the dense layer's outputs on the held-out rows, through the written weights."""
+def test_the_validation_error_is_that_of_the_validation_activations(model, saved, tmp_path):
+    """Oracle: the dense layer's outputs on the validation rows, through the written weights."""
     report = coec.prune(
         model, tmp_path / "out", statistics=saved.folder, holdout=0.2, sparsity=0.4,
         compensation="bias", **SETTINGS,
@@ -296,7 +296,7 @@ DAMAGED_SUMS = {
     "another size": lambda tensors, counts: tensors.update(
         {"fit.mlp.x": torch.zeros(7), "fit.mlp.xx": torch.zeros(7, 7)}
     ),
-    "nothing held out": lambda tensors, counts: [
+    "nothing for validation": lambda tensors, counts: [
         tensors.pop(name) for name in [*tensors] if name.startswith("holdout")
     ],
     "NaN": lambda tensors, counts: tensors["fit.mlp.xx"][0, 0].fill_(NAN),

@@ -44,7 +44,7 @@ _RUNNING = (
     common.CONFIG_FILE,
     CommandFlag(
         "statistics", Path,
-        "What `coec collect` wrote, instead of a dense pass; brings its settings.",
+        "Folder that `coec collect` wrote: replaces the dense pass, and sets calibration.",
     ),
     common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE,
     common.QUIET, common.JSON, common.HELP_ALL,
@@ -106,7 +106,7 @@ def prune_command(
 ) -> None:
     """Prune MODEL and write the smaller dense model to OUT.
 
-    Interrupted or killed, the same command goes on with the first unfinished block.
+    If a run is killed, repeat the command: it resumes at the first missing block.
     """
     # Wrong usage is told before anything is imported that takes seconds.
     common.check_out(out, flags)
@@ -146,16 +146,16 @@ def compensate_command(
     model: Annotated[
         str, common.argument("Model folder before it was pruned, or a hub name.", "DENSE")
     ],
-    pruned: Annotated[str, common.argument("What another program made of it.", "PRUNED")],
+    pruned: Annotated[str, common.argument("Model that another program pruned.", "PRUNED")],
     out: Annotated[
         Path | None, common.argument("Folder to make; --dry-run needs none.", "OUT")
     ] = None,
     **flags: Any,
 ) -> None:
-    """Compensate what another program removed: DENSE, with the units that PRUNED keeps, into OUT.
+    """Compensate DENSE for the units that another program removed in PRUNED, and write OUT.
 
-    Which units these are is told from the rows of PRUNED; nothing else of it is used. All else is
-    as in coec prune.
+    The kept units are found from the rows of PRUNED; nothing else of it is used. All else is as in
+    coec prune.
     """
     common.check_out(out, flags)
     common.quieten()

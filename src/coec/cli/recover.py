@@ -30,7 +30,7 @@ _FLAGS = [
 )  # fmt: skip
 def recover_command(
     dense: Annotated[str, common.argument("The dense model: folder or hub name.", "DENSE")],
-    pruned: Annotated[str, common.argument("What coec made of it.", "PRUNED")],
+    pruned: Annotated[str, common.argument("Model that coec pruned from DENSE.", "PRUNED")],
     out: Annotated[
         Path | None, common.argument("Folder to make; --dry-run needs none.", "OUT")
     ] = None,
@@ -38,8 +38,8 @@ def recover_command(
 ) -> None:
     """Train PRUNED to predict as DENSE does, and write the best state to OUT.
 
-    Windows that are not trained on decide; OUT is never worse than PRUNED on them. Interrupted or
-    killed, the same command goes on. On several GPUs: torchrun -m coec recover …
+    The best state is that of lowest KL on validation windows; OUT is never worse than PRUNED there.
+    If a run is killed, repeat the command: it resumes. On several GPUs: torchrun -m coec recover …
     """
     common.check_out(out, flags)
     common.quieten()

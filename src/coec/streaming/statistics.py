@@ -83,7 +83,7 @@ class Statistics:
 
     @property
     def windows(self) -> Int[Tensor, "n length"]:
-        """All windows, those for validation included; raises CalibrationError if damaged."""
+        """The windows, those for validation included; raises CalibrationError if damaged."""
         path = self.folder / WINDOWS
         try:
             self._check_file(path)
