@@ -5,7 +5,7 @@
 Each model is pruned by 30 % on 64 windows of 256 tokens of its own kind of text, eight of them held
 out, and once more on text of the other kind (WikiText-2 for the story models, TinyStories for
 wt2-llama). Columns are perplexity over the dense model's on the same windows, so that windows that
-are hard for both do not count: the 56 fitted windows of the text, the eight validation windows, the first
+are hard for both do not count: the 56 fitted windows of the text, eight for validation, the first
 windows of the test text of the model's own kind, and the same after calibration on the other kind.
 """
 
