@@ -363,7 +363,7 @@ def test_errors_do_not_propagate_through_parts_that_cannot_be_told_apart(variant
     """A preset that yields leaves that out, and says so; what was asked for is refused."""
     settings = {**CONTRACT, "calibration": tokens}
     plan = coec.plan(models[variant], **settings | {"preset": "balanced"})
-    [note] = [note for note in plan.notes if "inputs that the dense model has" in note]
+    [note] = [note for note in plan.notes if "for the dense model's inputs" in note]
     assert note.endswith(f"add {ARCHITECTURES[tm.VARIANTS[variant]['model_type']].adds}")
     assert plan.recipe.reconstruction.reconstruct
     for asked in ({"preset": "best"}, {"preset": "balanced", "propagate": True}):

@@ -662,14 +662,14 @@ def test_fast_takes_the_inputs_of_the_dense_model_where_it_must(
     given = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast", **settings}
     plan = coec.plan(model, **given)
     assert plan.recipe.reconstruction.propagate == (why is None and settings.get("propagate", True))
-    assert [n.rpartition(": ")[2] for n in plan.notes if "inputs that the dense" in n] == (
+    assert [n.rpartition(": ")[2] for n in plan.notes if "for the dense model's inputs" in n] == (
         [why] if why else []
     )
 
 
 def test_fast_takes_statistics_with_uniform_widths(dense, statistics):
     plan = coec.plan(dense, statistics=statistics, preset="fast", non_uniform=True)
-    [note] = [note for note in plan.notes if "inputs that the dense" in note]
+    [note] = [note for note in plan.notes if "for the dense model's inputs" in note]
     assert note.endswith("statistics hold sums only, and no text; widths are uniform therefore")
     with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
         coec.plan(dense, statistics=statistics, preset="fast", non_uniform=True, allocation="error")
@@ -679,7 +679,9 @@ def test_the_default_takes_one_window_and_says_what_validates(dense, tokens, tmp
     report = coec.prune(dense, tmp_path / "out", calibration=tokens, samples=1, seq_len=32)
     assert report.recipe["reconstruct"]
     assert report.reconstruction["windows"] == "fitted"
-    assert any(note.startswith("one window holds none out") for note in report.plan["notes"])
+    assert any(
+        note.startswith("one window leaves none for validation") for note in report.plan["notes"]
+    )
 
 
 def test_the_default_takes_statistics_beside_any_setting_but_allocation_by_error(

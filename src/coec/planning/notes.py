@@ -67,7 +67,7 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
             "calibration text; these are uniform ones of as many parameters"
         )
     if calibration.samples == 1 and recipe.reconstruction.sequential:
-        yield "one window leaves none for validation: training has the error of its own window only"
+        yield "one window leaves none for validation: training is measured on its own window"
     tokens, widest = _fitted_on(model, recipe, seq_len)
     if pruning.compensation != "none" and calibration.guard and few(tokens, widest):
         by = "" if calibration.validation else ", without validation windows"
