@@ -95,7 +95,7 @@ lint: .venv/ready  ## format, style, types, import contracts, words
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python tools/words.py src/coec
+	@$(BIN)/python tools/words.py src/coec README.md ARCHITECTURE.md docs/*.md
 
 check: lint test  ## lint, then test
 
@@ -120,7 +120,7 @@ results: .venv/ready  ## the paper's experiments on small trained models, docs/l
 	@$(BIN)/coec sweep benchmarks/grids/zero-shot.toml results-zero-shot
 	@$(BIN)/coec report results-zero-shot
 
-results-beyond: .venv/ready  ## the presets beside every repair, docs/lab/SMALL_MODELS.md (needs ../shared; hours)
+results-beyond: .venv/ready  ## the presets beside every compensation, docs/lab/SMALL_MODELS.md (needs ../shared; hours)
 	@$(BIN)/coec sweep benchmarks/grids/beyond.toml results-beyond
 	@$(BIN)/coec report results-beyond
 

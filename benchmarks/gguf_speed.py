@@ -4,11 +4,11 @@
 
 A random Llama of 148 M parameters, whose weights are many times the caches, and random models of
 the sizes that removing 10 to 50 % of it leaves, as they come and as multiples of 256: the time of a
-product does not depend on its numbers. `coec analyze` runs what was really pruned of it, without a
-repair. `make gguf` builds llama-cpp-python. One thread on one core; every repeat runs the dense
-model and a pruned one, in turns, and the ratio is taken within it: other work on the machine slows
-both. llama.cpp's rates are per second of CPU time, those of `coec analyze` per second on the clock,
-as it measures.
+product does not depend on its numbers. `coec analyze` runs what was really pruned of it,
+uncompensated. `make gguf` builds llama-cpp-python. One thread on one core; every repeat runs the
+dense model and a pruned one, in turns, and the ratio is taken within it: other work on the machine
+slows both. llama.cpp's rates are per second of CPU time, those of `coec analyze` per second on the
+clock, as it measures.
 """
 
 import argparse

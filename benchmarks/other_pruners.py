@@ -1,4 +1,4 @@
-"""Other programs' pruning, repaired: perplexity of their checkpoints, and of ours with their units.
+"""Other programs' pruning, compensated: perplexity of theirs, and of ours with their units.
 
     python -m benchmarks.other_pruners PEERS [--peers flap-uniform osscar] [--best wt2-llama]
 
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--peers", nargs="+", help="of PEERS; all where it is left out")
     parser.add_argument("--best", nargs="+", default=[], metavar="MODEL", help="by the preset too")
     chosen = parser.parse_args(arguments)
-    print(f"Other programs' pruning, repaired. {record.header()}\n", flush=True)
+    print(f"Other programs' pruning, compensated. {record.header()}\n", flush=True)
     found = []
     for model in TEXTS:
         dense = Dense.open(chosen.shared / "models" / model)
@@ -81,7 +81,7 @@ def checkpoints(folder: Path, model: str, seeds: list[int], peers: list[str] | N
 def mended(
     dense: Dense, folder: Path, windows: Windows, shared: Path, presets: list[str]
 ) -> Mended:
-    """A checkpoint measured as it is, and repaired."""
+    """A checkpoint measured as it is, and compensated."""
     peer, model, seed = folder.parts[-3:]
     said, theirs = note(folder), coec.perplexity(folder, windows)
     found, ours, refused = {"theirs": theirs.perplexity}, None, None

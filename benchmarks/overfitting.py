@@ -5,7 +5,7 @@
 Each model is pruned by 30 % on 64 windows of 256 tokens of its own kind of text, eight of them held
 out, and once more on text of the other kind (WikiText-2 for the story models, TinyStories for
 wt2-llama). Columns are perplexity over the dense model's on the same windows, so that windows that
-are hard for both do not count: the 56 fitted windows of the text, the eight held out, the first
+are hard for both do not count: the 56 fitted windows of the text, eight for validation, the first
 windows of the test text of the model's own kind, and the same after calibration on the other kind.
 """
 
@@ -18,7 +18,7 @@ import coec
 from benchmarks import record
 from benchmarks.checkpoints import FILES, SAMPLES, SEQ_LEN, SPARSITY, STORIES, TEXTS, WIKI
 from benchmarks.instances import SHARED
-from coec.calibration.windows import Windows, hold_out
+from coec.calibration.windows import Windows, split_windows
 from coec.evaluation.perplexity import evaluation_windows
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
@@ -60,7 +60,7 @@ def measure(model: str, preset: Any, shared: Path, windows: int) -> dict[str, An
     other = shared / "data" / OTHER[own] / FILES[OTHER[own]][0]
     how = Calibration(source=calibration, samples=SAMPLES, seq_len=SEQ_LEN, holdout=HOLDOUT)
     drawn = Backend().dense_pass(dense, how, Runtime(device="cpu")).draw()
-    fitted, held = hold_out(drawn, HOLDOUT, how.seed)
+    fitted, held = split_windows(drawn, HOLDOUT, how.seed)
     assert held is not None
     texts = {
         "fitted": Windows(fitted, str(calibration), drawn.available, ""),

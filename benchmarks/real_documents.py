@@ -16,7 +16,7 @@ from benchmarks.real import ABLATION, BASELINE, DENSE, STARTS, TRAININGS, key_of
 
 README = (
     ("the dense model", "", DENSE),
-    ("what Wanda-sp keeps, no repair", "", "none"),
+    ("what Wanda-sp keeps, no compensation", "", "none"),
     ("FLAP and its bias", "", "FLAP"),
     ("RCPU", "`--preset paper --compensation rcpu`", "RCPU"),
     ("OSSCAR, its authors' code", "", "OSSCAR"),
@@ -35,7 +35,7 @@ README = (
 )
 """What a row is for, the flags that make it, and its name."""
 MAIN = (
-    ("Wanda-sp, no repair", "none"), ("Wanda-sp, COEC", "none, COEC"),
+    ("Wanda-sp, no compensation", "none"), ("Wanda-sp, COEC", "none, COEC"),
     ("FLAP, bias", "FLAP"), ("FLAP, COEC", "FLAP, COEC"),
     ("RCPU", "RCPU"), ("RCPU, COEC", "paper"),
 )  # fmt: skip

@@ -153,8 +153,8 @@ def _plain(network: Any, ids: torch.Tensor) -> float:
 def training_steps(blocks: int, steps: int) -> dict[str, float]:
     """Return the median CPU seconds of a step by both ways; the first, which sets up, is left out.
 
-    A step by `coec.recover` ends with its progress; looks at held-out windows and saved states,
-    every quarter of the steps, are no part of the median.
+    A step by `coec.recover` ends with its progress; validation and saved states, every
+    quarter of the steps, are no part of the median.
     """
     dense, text = first_blocks(blocks), str(SHARED / "data/wikitext-2/valid.raw.txt")
     ends: list[float] = []

@@ -28,7 +28,7 @@ def literal(
     rounds: int = 50,
     tol: float = 1e-4,
 ) -> tuple[Tensor, list[float]]:
-    """The repaired weight, and the tempered relative error of the slice and after every round."""
+    """The compensated weight, and tempered relative errors of the slice and after every round."""
     problem = OutputProblem.of(weight, power(gram.xx, alpha), kept)
     curvature = float(torch.linalg.eigvalsh(problem.Gxx)[-1])
     W = kept_columns(weight, kept)

@@ -13,7 +13,7 @@ MODELS = {"stories260K": 4.6, "babyllama-1M": 21.0, "wt2-llama": 24.0}
 TASKS = {"boolq": 0.5, "rte": 0.5, "hellaswag": 0.25, "winogrande": 0.5, "arc_easy": 0.25,
          "arc_challenge": 0.25, "openbookqa": 0.25}  # fmt: skip
 NATIVE = {"wanda-sp": "none", "flap": "bias", "rcpu": "rcpu"}
-REPAIR = {"none": 1.0, "bias": 0.9, "rcpu": 0.75, "least-squares": 0.6, "ridge-to-slice": 0.61,
+EFFECT = {"none": 1.0, "bias": 0.9, "rcpu": 0.75, "least-squares": 0.6, "ridge-to-slice": 0.61,
           "coec": 0.58}  # fmt: skip
 HARM = {"wanda-sp": 1.3, "flap": 1.0, "rcpu": 0.9}
 OPTIONS = {"alpha": 0.9, "lambda_a": 50.0, "delta": 7e-4, "solver": "joint", "rounds": 50}
@@ -63,7 +63,7 @@ def zero_shot(mean: float, tasks=TASKS) -> dict:
 def measured(model, sparsity, selection, compensation, draw, **changes) -> dict:
     """A row with everything measured, noise included."""
     made = row(model, sparsity, selection, compensation, **changes)
-    harm = 4 * sparsity**1.5 * HARM.get(selection, 0) * REPAIR.get(compensation, 1)
+    harm = 4 * sparsity**1.5 * HARM.get(selection, 0) * EFFECT.get(compensation, 1)
     samples = made["settings"]["samples"]
     harm *= 1 + 4 / samples + draw.gauss(0, 0.02)
     before = 260_000 if model == "stories260K" else 3_050_000
@@ -95,7 +95,7 @@ def measured(model, sparsity, selection, compensation, draw, **changes) -> dict:
 def site(block, kind, sparsity, compensation, draw) -> dict:
     """One module: errors, and for COEC its rounds and angles."""
     first = sparsity * (0.5 + 0.1 * block + 0.05 * draw.random())
-    last = first * REPAIR[compensation] * draw.uniform(0.8, 1.1)
+    last = first * EFFECT[compensation] * draw.uniform(0.8, 1.1)
     over = {"none": 1.0, "bias": 1.01, "rcpu": 1.02, "least-squares": 1.5, "ridge-to-slice": 1.4,
             "coec": 1.06}  # fmt: skip
     name = "self_attn.o_proj" if kind == "attention" else "mlp.down_proj"
@@ -136,7 +136,7 @@ def sweep(seed: int = 0) -> list[dict]:
                 for compensation in ("none", "rcpu", "coec"):
                     add("calibration-size", model, sparsity, "rcpu", compensation, samples=samples)
         for samples in (10, 40, 160):
-            for compensation, options in fitted_repairs():
+            for compensation, options in fitted_compensations():
                 add("overfitting", model, 0.3, "rcpu", compensation, holdout=0.2, samples=samples,
                     options=options)  # fmt: skip
     _one_option(add)
@@ -145,8 +145,8 @@ def sweep(seed: int = 0) -> list[dict]:
     return made  # the last line of a cell counts
 
 
-def fitted_repairs() -> list[tuple[str, dict]]:
-    """The repairs of the grid `overfitting`, with their options."""
+def fitted_compensations() -> list[tuple[str, dict]]:
+    """The compensations of the grid `overfitting`, with their options."""
     ridges = [("least-squares", ridge) for ridge in (1e-3, 1e-2, 1e-1, 1.0, 10.0)]
     ridges += [("ridge-to-slice", ridge) for ridge in (1e-2, 1.0)]
     solvers = [("coec", OPTIONS | {"solver": s}) for s in ("joint", "conjugate", "gradient")]

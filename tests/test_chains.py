@@ -117,8 +117,8 @@ def test_moments_of_a_byte_train_as_those_of_four(pruned, tmp_path):
         if phase == "training on tokens" and done > 0.6 * total:
             raise KeyboardInterrupt
 
-    judged = [recovered(name, name)["held_out"] for name in ("adamw", "adamw-8bit")]
-    wide, narrow = (found["before"] - found["after"] for found in judged)
+    validation = [recovered(name, name)["held_out"] for name in ("adamw", "adamw-8bit")]
+    wide, narrow = (found["before"] - found["after"] for found in validation)
     assert wide > 0
     assert narrow == pytest.approx(wide, rel=0.05)
     with pytest.raises(KeyboardInterrupt):

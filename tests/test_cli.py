@@ -92,7 +92,7 @@ def test_the_first_screen_has_twenty_flags_under_headings_and_another_has_all(ru
         assert set(flags) < set(re.findall(r"^│ --([a-z-]+)", whole, re.MULTILINE))
         assert "More: " not in first
         assert "Options of --compensation coec" in whole
-        for heading in ("How to repair", "Calibration", "Where to run", "Output"):
+        for heading in ("How to compensate", "Calibration", "Where to run", "Output"):
             assert f"─ {heading} ─" in first
 
 

@@ -18,8 +18,8 @@ PERPLEXITIES = dict(
 )
 
 
-def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
-    """Repairs that are nearly as good as one another lie side by side, not on one line."""
+def test_the_picture_has_every_compensation_twice_sorted_and_none_behind_another():
+    """Compensations that are nearly as good as one another lie side by side, not on one line."""
     scores = {
         method: SimpleNamespace(perplexity=value, baseline_perplexity=23.9)
         for method, value in PERPLEXITIES.items()
@@ -45,10 +45,10 @@ def test_the_picture_has_every_repair_twice_sorted_and_none_behind_another():
     assert len(spans) == 5 * 3
     assert all(end < start for (_, end), (start, _) in pairwise(spans))
     legend = [text.get_text() for text in last.get_legend().get_texts()]
-    assert legend == ["repaired", "and trained"]
+    assert legend == ["compensated", "and trained"]
     assert [bar.get_height() for bar in last.patches] == [0.5] * 3 + [0.45] * 3
     assert [text.get_text() for text in last.texts] == ["−10%"] * 3
-    assert "held-out" in last.get_ylabel()
+    assert "validation" in last.get_ylabel()
     training |= {"errors": [0.3, 0.1], "taken": 1}
     facts["windows"] = "fitted"
     alone = picture(reports, scores).axes[2]
@@ -69,7 +69,7 @@ def test_the_demo_asks_for_what_draws_before_it_works(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_demo_compares_repairs_and_leaves_a_checkpoint_and_a_plot(
+def test_the_demo_compares_compensations_and_leaves_a_checkpoint_and_a_plot(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(demo, "WINDOWS", 8)

@@ -56,7 +56,7 @@ def test_redundant_channels_cost_nothing(make, method, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["none", "bias", "least-squares", "rcpu", "coec"])
-def test_dead_units_cost_nothing_under_any_repair(method, tmp_path):
+def test_dead_units_cost_nothing_under_any_compensation(method, tmp_path):
     model = tm.tiny("qwen2")
     with torch.no_grad():
         for layer in model.model.layers:

@@ -23,7 +23,7 @@ def test_the_quickstart_runs(tmp_path, monkeypatch, capsys):
             exec("".join(cell["source"]), names)
     said = capsys.readouterr().out
     assert "3,049,920 → 2,331,072 parameters" in said
-    assert names["held_out"]["after"] < names["held_out"]["before"]
+    assert names["validation"]["after"] < names["validation"]["before"]
     assert [line.partition(":")[0] for line in said.splitlines() if ": " in line][-3:] == [
         "dense", "pruned", "recovered",
     ]  # fmt: skip

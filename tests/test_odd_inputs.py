@@ -128,8 +128,8 @@ def test_settings_may_be_numbers_of_numpy_and_torch(dense, tokens, tmp_path):
     X = torch.randn(8, 50, dtype=torch.float64)
     gram = coec.Gram(X @ X.T, X.sum(dim=1), 50)
     W = torch.randn(4, 8, dtype=torch.float64)
-    repaired = coec.compensate(W, gram, torch.arange(5), alpha=np.array(0.5), rounds=np.int64(1))
-    assert repaired.diagnostics["rounds"] == 1
+    compensated = coec.compensate(W, gram, torch.arange(5), alpha=np.array(0.5), rounds=np.int64(1))
+    assert compensated.diagnostics["rounds"] == 1
 
 
 @pytest.mark.parametrize(

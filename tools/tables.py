@@ -21,8 +21,8 @@ _PREFACE = """# Settings
 
 Each is a flag of `coec prune` (`--seq-len`), a key of a recipe or grid (`seq-len` or `seq_len`),
 and an argument of `coec.prune` (`seq_len`). Defaults are those of the default preset, and of
-`paper` where they differ; `coec methods` lists what every preset sets. `coec collect` holds nothing
-out by default. This file is written by `python tools/tables.py settings`.
+`paper` where they differ; `coec methods` lists what every preset sets. `coec collect` sets
+no windows aside by default. This file is written by `python tools/tables.py settings`.
 """
 _WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
 _TYPED = '''"""Settings as keyword arguments, for editors and type checkers.

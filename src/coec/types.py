@@ -341,17 +341,17 @@ class SiteProblem:
 
     @property
     def aim(self) -> Float[Tensor, "m d"]:
-        """T: the outputs that a repair is to give are `T x`. The target, or W₀ where there is none.
+        """T: a compensation aims at the outputs `T x`. The target, or W₀ where there is none.
 
         On the dense model's inputs x, W₀ x is the dense output. On inputs x̃ of a pruned model the
         output y to be restored is no product of W₀: the target is then the least-squares map
         `T = W₀ + (Σ y x̃ᵀ − W₀ G)(G + ε I)⁻¹`, so that `T G` is `Σ y x̃ᵀ`. The slice `W₀[:, K]`, from
-        which every repair starts, may then have a relative error above 1.
+        which every compensation starts, may then have a relative error above 1.
         """
         return self.weight if self.target is None else self.target
 
     @property
-    def nothing_to_repair(self) -> bool:
+    def nothing_to_compensate(self) -> bool:
         """True where W₀ itself is the answer: every column stays, and its products are the aim."""
         return self.kept.everything and self.target is None
 

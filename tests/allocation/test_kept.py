@@ -159,7 +159,7 @@ def test_all_groups_and_units_that_say_otherwise(kept, match, dense):
         coec.plan(dense, kept=kept, kv_groups="all")
 
 
-def test_held_out_windows_do_not_choose_at_the_cost_of_units_that_are_named(dense):
+def test_validation_windows_do_not_choose_at_the_cost_of_units_that_are_named(dense):
     kept = {f"layers.{n}.mlp": [*range(20)] for n in range(2)}
     plan = coec.plan(dense, kept=kept, kv_groups="held-out", holdout=0.125)
     assert list(Plan.candidates(plan.model, plan.recipe)) == ["uniform"]

@@ -165,7 +165,7 @@ def test_a_multiple_holds_where_the_mlp_pays_for_kept_groups():
 @pytest.mark.parametrize("align", [1, 8, 64, 256, "auto"])
 @pytest.mark.parametrize("sparsity", [0.3, 0.5])
 def test_keeping_all_groups_is_never_the_larger_model(sparsity, align):
-    """Held-out windows would choose it for its size."""
+    """Validation windows would choose it for its size."""
     config = tm.raw_config(hidden_size=64, head_dim=8, intermediate_size=512)
     recipe = Recipe(sparsity=sparsity, multiple_of=align, kv_groups="held-out", holdout=0.1)
     found = Plan.candidates(Description.of(config), recipe)

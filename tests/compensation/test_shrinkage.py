@@ -1,4 +1,4 @@
-"""How far a repair is followed: the minimum of a parabola."""
+"""How far a compensation is followed: the minimum of a parabola."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def error(W, kept, held, result):
 
 
 @pytest.mark.parametrize(("method", "kind"), [("least-squares", "white"), ("bias", "shifted")])
-def test_no_other_share_has_a_lower_held_out_error(case, method, kind):
+def test_no_other_share_has_a_lower_validation_error(case, method, kind):
     W, kept, gram, held = case
     if kind == "shifted":  # without a mean a bias says nothing about other tokens
         gram, held = (shifted(24, 0), shifted(90, 1))
@@ -46,7 +46,7 @@ def test_no_other_share_has_a_lower_held_out_error(case, method, kind):
 
 
 def test_it_is_the_one_of_the_normal_equation(case):
-    """`⟨W₀ G_K − W_K G_KK, D⟩ / ⟨D, D G_KK⟩`, D what the repair adds to the slice."""
+    """`⟨W₀ G_K − W_K G_KK, D⟩ / ⟨D, D G_KK⟩`, D what the compensation adds to the slice."""
     W, kept, gram, held = case
     result = coec.compensate(W, gram, kept, method="least-squares")
     K = kept.indices
@@ -55,7 +55,7 @@ def test_it_is_the_one_of_the_normal_equation(case):
     assert best_share(W, kept, result, held).value == pytest.approx(float(expected), rel=1e-10)
 
 
-def test_a_repair_of_these_very_tokens_is_followed_to_its_end(case):
+def test_a_compensation_of_these_very_tokens_is_followed_to_its_end(case):
     W, kept, gram, _ = case
     result = coec.compensate(W, gram, kept, method="least-squares", ridge=0.0)
     assert best_share(W, kept, result, gram).value == pytest.approx(1, abs=1e-9)
@@ -78,7 +78,7 @@ def test_the_slice_itself_is_followed(case):
 
 
 def test_what_the_outputs_should_be_is_told_apart_from_the_weight(case):
-    """Of a target that the repair meets on the held-out tokens, all is followed."""
+    """Of a target that the compensation meets on the validation tokens, all is followed."""
     W, kept, _, held = case
     result = SiteResult(W[:, kept.indices] + 1)
     target = torch.zeros_like(W)

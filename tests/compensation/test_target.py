@@ -1,4 +1,4 @@
-"""Repairs whose outputs are to be something else than the dense weight's products."""
+"""Compensations whose outputs are to be something else than the dense weight's products."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_a_slice_far_from_the_target_may_have_an_error_above_one(seed, factor):
 
 
 @pytest.mark.parametrize("method", ["least-squares", "ridge-to-slice"])
-def test_with_every_column_kept_there_is_still_something_to_repair(method):
+def test_with_every_column_kept_there_is_still_something_to_compensate(method):
     case = Case(k=D)
     found = case.compensate(method, ridge=0.0)
     torch.testing.assert_close(found.weight, case.target, rtol=CLOSED_FORM, atol=CLOSED_FORM)

@@ -18,7 +18,7 @@ def check_that_a_written_checkpoint_is_the_masked_model(model, out, ids=None, **
 
 
 def check_that_removing_is_masking(model, tokens, out, units="groups", **settings):
-    """With no repair: the dense model with the removed units' outputs set to zero."""
+    """Without compensation: the dense model with the removed units' outputs set to zero."""
     coec.prune(model, out, **CONTRACT, calibration=tokens, compensation="none",
                selection="magnitude", attention_units=units, **settings)  # fmt: skip
     kept = load_file(out / "coec/kept.safetensors")

@@ -16,7 +16,7 @@ from promises import (
 
 import coec
 import tiny_models as tm
-from coec.calibration.windows import Windows, hold_out
+from coec.calibration.windows import Windows, split_windows
 from coec.compensation import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
@@ -65,7 +65,7 @@ def test_every_architecture_has_a_variant():
 
 @pytest.mark.parametrize(
     ("compensation", "variant"),
-    # What an architecture does with a repair depends on whether it brings a bias, and no more.
+    # An architecture cares whether a compensation brings a bias, and for nothing else of it.
     [(c, v) for v in tm.VARIANTS for c in COMPENSATIONS if v == "llama" or c in ("coec", "bias")],
 )
 def test_a_written_checkpoint_computes_the_masked_dense_model(
@@ -173,7 +173,7 @@ def test_query_heads_go_and_leave_keys_and_values_as_they_are(variant, models, t
 
 @pytest.mark.parametrize("variant", ["llama wide heads", "phi3"])
 @pytest.mark.parametrize("compensation", ["coec", "ridge-to-slice"])
-def test_a_repair_behind_fewer_heads_is_the_masked_model(
+def test_a_compensation_behind_fewer_heads_is_the_masked_model(
     variant, compensation, models, tokens, tmp_path
 ):
     settings = {**CONTRACT, **HEADS, "calibration": tokens, "compensation": compensation}
@@ -270,7 +270,7 @@ def test_the_parts_of_a_layer_one_after_the_other_are_the_layer(variant, dtype, 
             layers.load(block, dense.tensors(block))
             whole = layers.advance(block.index, states)
             for site in block.sites:
-                states = layers.call(layers.half(block, site), block.index, states)
+                states = layers.call(layers.sublayer(block, site), block.index, states)
             assert torch.equal(states, whole)  # to the bit: a run that is resumed takes the whole
 
 
@@ -328,18 +328,20 @@ def embedded(dense, tokens, dtype=torch.float64):
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)
 def test_a_trained_checkpoint_is_what_the_streams_ended_with(variant, models, tmp_path):
-    """Loaded by stock transformers it predicts the held-out windows as the report says."""
+    """Loaded by stock transformers it predicts the validation windows as the report says."""
     tokens = tm.token_file(tmp_path / "tokens.npy", rows=12, length=16)
     settings = {**CONTRACT, "samples": 12, "seq_len": 16, "calibration": tokens}
     report = coec.prune(
         models[variant], tmp_path / "out", **settings | {"preset": "balanced"}, reconstruct=1,
         prediction_passes=1, holdout=0.125,
     )  # fmt: skip
-    held = hold_out(Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0)[1]
+    validation = split_windows(
+        Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0
+    )[1]
     with torch.no_grad():
         model = tm.load(tmp_path / "out")
-        predicted = tm.logits(model, held)[:, :-1].flatten(0, 1)
-        loss = float(torch.nn.functional.cross_entropy(predicted, held[:, 1:].flatten()))
+        predicted = tm.logits(model, validation)[:, :-1].flatten(0, 1)
+        loss = float(torch.nn.functional.cross_entropy(predicted, validation[:, 1:].flatten()))
     # Norms round to float32.
     assert math.log(report.reconstruction["perplexity"]) == pytest.approx(loss, rel=1e-6)
     dense = Dense.open(models[variant])
@@ -361,7 +363,7 @@ def test_errors_do_not_propagate_through_parts_that_cannot_be_told_apart(variant
     """A preset that yields leaves that out, and says so; what was asked for is refused."""
     settings = {**CONTRACT, "calibration": tokens}
     plan = coec.plan(models[variant], **settings | {"preset": "balanced"})
-    [note] = [note for note in plan.notes if "inputs that the dense model has" in note]
+    [note] = [note for note in plan.notes if "for the dense model's inputs" in note]
     assert note.endswith(f"add {ARCHITECTURES[tm.VARIANTS[variant]['model_type']].adds}")
     assert plan.recipe.reconstruction.reconstruct
     for asked in ({"preset": "best"}, {"preset": "balanced", "propagate": True}):

@@ -25,7 +25,7 @@ def scored(name, W, gram):
     return column_scores(SELECTIONS[name], W, gram, units=D, keep=K, seed=0)
 
 
-def repaired(W, gram, kept, name):
+def compensated(W, gram, kept, name):
     return coec.compensate(W, gram, kept, method=name)
 
 
@@ -70,8 +70,8 @@ def test_a_score_follows_its_column(name):
 def test_a_compensation_keeps_shape_dtype_and_inputs(name, dtype, kind):
     W, gram, kept = case(dtype, kind)
     before = W.clone(), gram.xx.clone(), kept.clone()
-    result = repaired(W, gram, kept, name)
-    again = repaired(W, gram, kept, name)
+    result = compensated(W, gram, kept, name)
+    again = compensated(W, gram, kept, name)
     assert result.weight.shape == (M, K)
     assert result.weight.dtype == dtype
     assert torch.isfinite(result.weight).all()
@@ -85,15 +85,15 @@ def test_a_compensation_keeps_shape_dtype_and_inputs(name, dtype, kind):
 @pytest.mark.parametrize("name", COMPENSATIONS)
 def test_keeping_everything_is_the_weight_itself(name):
     W, gram, _ = case()
-    result = repaired(W, gram, torch.arange(D), name)
+    result = compensated(W, gram, torch.arange(D), name)
     assert torch.equal(result.weight, W)
     assert result.bias is None
 
 
 @pytest.mark.parametrize("name", COMPENSATIONS)
 def test_float32_is_close_to_float64(name):
-    wide = repaired(*case(), name)
-    narrow = repaired(*case(torch.float32), name)
+    wide = compensated(*case(), name)
+    narrow = compensated(*case(torch.float32), name)
     assert narrow.diagnostics["error_after"] == pytest.approx(
         wide.diagnostics["error_after"], rel=1e-3, abs=1e-5
     )
@@ -104,8 +104,8 @@ def test_turning_the_outputs_turns_the_answer(name):
     """All of them depend on the outputs through inner products alone."""
     W, gram, kept = case()
     Q = problems.orthonormal(M, M)
-    plain = repaired(W, gram, kept, name)
-    turned = repaired(Q @ W, gram, kept, name)
+    plain = compensated(W, gram, kept, name)
+    turned = compensated(Q @ W, gram, kept, name)
     torch.testing.assert_close(turned.weight, Q @ plain.weight, rtol=0, atol=2e-4)
     assert turned.diagnostics["error_after"] == pytest.approx(
         plain.diagnostics["error_after"], rel=1e-4
@@ -117,6 +117,6 @@ def test_turning_the_outputs_turns_the_answer(name):
 def test_the_units_of_the_inputs_do_not_matter(name, factor):
     W, gram, kept = case()
     scaled = Gram(gram.xx * factor, gram.x * factor**0.5, gram.tokens)
-    plain = repaired(W, gram, kept, name)
-    other = repaired(W, scaled, kept, name)
+    plain = compensated(W, gram, kept, name)
+    other = compensated(W, scaled, kept, name)
     torch.testing.assert_close(other.weight, plain.weight, rtol=0, atol=1e-6)

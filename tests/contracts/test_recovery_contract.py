@@ -64,10 +64,10 @@ def test_low_rank_additions(pruned, tmp_path):
 def test_low_rank_additions_become_weights_of_other_families(
     variant, pruned, tmp_path, monkeypatch
 ):
-    """On random models four steps need not help, so that what is judged is taken as better."""
+    """On random models four steps need not help, so that the result is taken as better."""
     dense, start, text = pruned(variant)
-    judged = iter((1.0, 0.5))
-    monkeypatch.setattr(training, "divergence", lambda *given: next(judged))
+    divergences = iter((1.0, 0.5))
+    monkeypatch.setattr(training, "divergence", lambda *given: next(divergences))
     coec.recover(dense, start, tmp_path / "out", text=text, lora=4, **TRAINING)
     before, after = Dense.open(start), Dense.open(tmp_path / "out")
     changed = [n for n in before.files if not torch.equal(before.tensor(n), after.tensor(n))]

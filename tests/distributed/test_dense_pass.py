@@ -98,7 +98,7 @@ def test_the_bytes_of_a_block_are_those_of_its_sums(dense):
     sums.begin()
     block, found = dense.layout.blocks[0], Sums()
     sums.advance(block, dense.tensors(block), found)
-    parts = [s for half in (found.fit, found.held) for s in half.values()]
+    parts = [s for half in (found.fit, found.validation) for s in half.values()]
     size = sum(t.numel() * 8 for s in parts for t in (s.xx, s.x, s.centred))
     assert statistics_bytes(dense, Calibration(holdout=0.25)) == size
     assert statistics_bytes(dense, Calibration()) * 2 == size

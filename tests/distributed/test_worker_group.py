@@ -151,7 +151,7 @@ def test_parts_are_the_same_however_many_places_there_are():
     for count in (2, 5, 8, 30):
         several = shards(windows, held, count, size=2)
         assert len(several) == min(count, SUMMANDS)
-        for kind in ("fit", "held"):
+        for kind in ("fit", "validation"):
             parts = [part for shard in several for part in shard[kind]]
             numbers = [[b.number for b in part] for part in parts]
             assert numbers == [[b.number for b in part] for part in whole[0][kind]]

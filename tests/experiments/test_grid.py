@@ -29,7 +29,7 @@ COUNTS = {
     "alpha": 9,
     "lambda-a": 7,
     "delta": 8,
-    "overfitting": 36,  # 12 repairs × 3 sizes
+    "overfitting": 36,  # 12 compensations × 3 sizes
     "rounds": 8,  # 4 caps × 2 solvers
     "rescale-ridge": 18,  # 2 rotations × (GCV and 8 ridges)
 }

@@ -188,8 +188,8 @@ def test_every_row_has_the_full_record(whole):
         assert len(row["calibration"]["windows_sha256"]) == 64
         assert row["parameters"]["after"] < row["parameters"]["before"]
         assert [site["block"] for site in row["sites"]] == [0, 0, 1, 1]
-        repaired = row["settings"]["options"].get("alpha", 0) > 0
-        assert all(site.get("gcv_lambda", -1) >= 0 for site in row["sites"]) == repaired
+        tempered = row["settings"]["options"].get("alpha", 0) > 0
+        assert all(site.get("gcv_lambda", -1) >= 0 for site in row["sites"]) == tempered
 
 
 def test_one_dense_pass_per_calibration_and_nothing_left_behind(finished):
@@ -309,7 +309,7 @@ def test_an_interrupted_cell_leaves_no_model(place, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [("samples = [6, 60]", "too little calibration text"),
-     ("samples = 6\nholdout = [0.2, 0.99]", "leaves 6 held out and 0 to fit")],
+     ("samples = 6\nholdout = [0.2, 0.99]", "leaves 6 for validation and 0 to")],
 )  # fmt: skip
 def test_a_text_is_checked_for_every_cell_before_any_work(
     change, reason, place, tmp_path, monkeypatch

@@ -179,7 +179,7 @@ def test_a_budget_of_memory_counts_what_is_around(kind, models, tokens, tmp_path
 
 
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
-def test_repairs_and_shards(preset, models, tokens, tmp_path, monkeypatch):
+def test_compensations_and_shards(preset, models, tokens, tmp_path, monkeypatch):
     settings = {**SETTINGS, "preset": preset, "calibration": tokens, "dtype": "float32"}
     settings |= {"reconstruct": 1} if preset == "balanced" else {}
     coec.prune(models["llava"], tmp_path / "one", **settings)

@@ -62,7 +62,7 @@ def test_a_compensating_bias_is_added_to_the_one_that_is_there():
 
 @pytest.mark.parametrize("weight", [None, torch.ones(6, 5)])
 def test_a_site_that_keeps_everything_keeps_its_bits_unless_it_has_a_new_weight(weight):
-    """That of the inputs which a pruned model has: there is something to repair all the same."""
+    """That of a pruned model's inputs: there is something to compensate all the same."""
     tensors, result = block(), None if weight is None else SiteResult(weight)
     out = cut_block(tensors, [Cut(MLP_SITE, KeptSet(torch.arange(5), 5), result)], torch.float64)
     changed = [name for name in tensors if not torch.equal(out[name], tensors[name].double())]

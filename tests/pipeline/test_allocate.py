@@ -17,7 +17,7 @@ from coec.models.description import Description
 from coec.models.layout import Shape
 from coec.pipeline import allocate as allocating
 from coec.planning import ComputeConfig, Forecast
-from coec.streaming.sensitivity import RepairedConsumer, Sensitivity
+from coec.streaming.sensitivity import CompensatedConsumer, Sensitivity
 from outcomes import raising
 from prunings import prunes
 
@@ -417,11 +417,11 @@ def test_costs_share_out_the_divergence_of_the_pruned_model(size, dense):
         whole[site.key], change[site.key] = weight, (moved, bias)
     found = Sensitivity(model, ids, device=CPU, dtype=torch.float64)
     for block in model.layout.blocks:
-        repaired = {
-            site.key: RepairedConsumer(whole[site.key] + change[site.key][0], change[site.key][1])
-            for site in block.sites
+        compensated = {
+            key: CompensatedConsumer(whole[key] + change[key][0], change[key][1])
+            for key in (site.key for site in block.sites)
         }
-        found.advance(block, model.tensors(block), repaired)
+        found.advance(block, model.tensors(block), compensated)
     costs = found.costs()
 
     network = model.network(CPU, torch.float64)
@@ -467,7 +467,7 @@ def test_predictions_that_are_not_finite_are_refused(prune, monkeypatch):
 
     def broken(cut, tensors):
         one = original(cut, tensors)
-        return RepairedConsumer(one.weight * float("inf"), one.bias)
+        return CompensatedConsumer(one.weight * float("inf"), one.bias)
 
     monkeypatch.setattr(allocating, "_in_dense_shape", broken)
     with pytest.raises(CoecError, match="cannot be measured.*allocation = adaptive"):

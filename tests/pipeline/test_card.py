@@ -108,7 +108,7 @@ def test_the_card_says_preset_and_reconstruction(here, tmp_path):
     assert "- beside the dense model: reconstruct = 1, " in card
     assert "prediction_passes = 1, " in card
     assert "propagate = true" in card
-    assert "| held-out windows of the calibration, of 32 tokens |" in card
+    assert "| validation windows of the calibration, of 32 tokens |" in card
 
 
 def test_no_path_of_this_machine_is_written(here, tmp_path):

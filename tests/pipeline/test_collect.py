@@ -1,4 +1,4 @@
-"""Statistics kept on disk, and held-out ones."""
+"""Statistics kept on disk, and those of validation windows."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import coec
 import tiny_models as tm
 from coec.calibration.tokens import Stream
-from coec.calibration.windows import held_out, hold_out, sample_windows, source_digest
+from coec.calibration.windows import sample_windows, source_digest, split_windows, validation_count
 from coec.errors import CalibrationError, CoecError, OptionError, OutputError
 from coec.execution.journal import seal
 from coec.models.dense import Dense
@@ -72,24 +72,24 @@ def test_a_file_named_like_a_data_set_is_not_what_is_read(name, tmp_path, monkey
     assert source_digest(tmp_path / "absent") == str(tmp_path / "absent")
 
 
-def test_held_out_windows_are_a_fraction_drawn_under_the_seed():
+def test_validation_windows_are_a_fraction_drawn_under_the_seed():
     windows = sample_windows(Stream(torch.arange(200), "x", ""), samples=10, seq_len=20, seed=0)
-    fit, held = hold_out(windows, 0.2, seed=0)
+    fit, validation = split_windows(windows, 0.2, seed=0)
     assert len(fit) == 8
-    assert len(held) == 2
-    together = torch.cat([fit, held])
+    assert len(validation) == 2
+    together = torch.cat([fit, validation])
     assert torch.equal(together[together[:, 0].argsort()], windows.ids)
-    draws = {tuple(hold_out(windows, 0.2, seed=s)[1][:, 0].tolist()) for s in range(8)}
+    draws = {tuple(split_windows(windows, 0.2, seed=s)[1][:, 0].tolist()) for s in range(8)}
     assert len(draws) > 3
-    assert hold_out(windows, 0.0, seed=0)[1] is None
+    assert split_windows(windows, 0.0, seed=0)[1] is None
 
 
 @pytest.mark.parametrize(
-    ("windows", "fraction", "held"),
+    ("windows", "fraction", "count"),
     [(4, 0.125, 1), (2, 0.01, 1), (10, 0.01, 1), (8, 0.125, 1), (64, 0.125, 8), (1, 0.0, 0)],
 )
-def test_a_fraction_holds_out_at_least_one_window(windows, fraction, held):
-    assert held_out(windows, fraction) == held
+def test_a_fraction_is_at_least_one_window(windows, fraction, count):
+    assert validation_count(windows, fraction) == count
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(10, 0.99), (1, 0.01), (1, 0.5), (2, 0.8)])
@@ -98,7 +98,7 @@ def test_a_fraction_that_leaves_nothing_to_fit_on_is_refused(count, fraction):
     with pytest.raises(
         CalibrationError, match=r"both need at least one; take more windows \(samples=N\)"
     ):
-        hold_out(windows, fraction, seed=0)
+        split_windows(windows, fraction, seed=0)
 
 
 def test_statistics_add_up_to_those_of_all_windows(model, saved, tmp_path):
@@ -116,8 +116,8 @@ def test_statistics_add_up_to_those_of_all_windows(model, saved, tmp_path):
             assert (total.x - one.grams[site].x).norm() < 1e-6 * total.x.norm()
 
 
-def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tmp_path):
-    """Oracle: the dense layer's outputs on the held-out rows, through the written weights."""
+def test_the_validation_error_is_that_of_the_validation_activations(model, saved, tmp_path):
+    """Oracle: the dense layer's outputs on the validation rows, through the written weights."""
     report = coec.prune(
         model, tmp_path / "out", statistics=saved.folder, holdout=0.2, sparsity=0.4,
         compensation="bias", **SETTINGS,
@@ -129,7 +129,7 @@ def test_the_held_out_error_is_that_of_the_held_out_activations(model, saved, tm
     layer = dense.model.layers[1].mlp.down_proj
     layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
     with torch.no_grad():
-        dense(input_ids=hold_out(windows, 0.2, seed=0)[1])
+        dense(input_ids=split_windows(windows, 0.2, seed=0)[1])
         X = seen[0].double()
         W = layer.weight.double()
         Y = X @ W.T
@@ -287,7 +287,7 @@ DAMAGED_SUMS = {
     "another size": lambda tensors, counts: tensors.update(
         {"fit.mlp.x": torch.zeros(7), "fit.mlp.xx": torch.zeros(7, 7)}
     ),
-    "nothing held out": lambda tensors, counts: [
+    "nothing for validation": lambda tensors, counts: [
         tensors.pop(name) for name in [*tensors] if name.startswith("holdout")
     ],
     "NaN": lambda tensors, counts: tensors["fit.mlp.xx"][0, 0].fill_(NAN),

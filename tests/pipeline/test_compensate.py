@@ -1,4 +1,4 @@
-"""Repairing what another program pruned: what is inferred, and that the rest is a pruning."""
+"""Compensating what another program pruned: what is inferred, and that the rest is a pruning."""
 
 import json
 import shutil
@@ -128,7 +128,7 @@ def test_widths_that_differ_by_block_are_refused_by_the_plan(dense, tokens, tmp_
     assert report.plan["widths"]["mlp"]["after"] == [38, 39]
 
 
-def test_the_dense_model_itself_has_nothing_to_repair(dense, tokens, tmp_path):
+def test_the_dense_model_itself_has_nothing_to_compensate(dense, tokens, tmp_path):
     with pytest.raises(OptionError, match="keeps every unit of the sites that it names: nothing"):
         coec.compensate_pruned(dense, dense, tmp_path / "out", calibration=tokens, **HOW)
 

@@ -92,7 +92,7 @@ def test_the_block_that_is_missed_least_goes_first(tokens, tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["fast", "balanced", "best"])
-def test_later_blocks_repair_the_loss(preset, tokens, tmp_path):
+def test_later_blocks_compensate_the_loss(preset, tokens, tmp_path):
     model = deep("mistral", tmp_path / "dense")
     short = {} if preset == "fast" else {"reconstruct": 2}
     short |= {"prediction_passes": 1} if preset == "best" else {}
@@ -100,11 +100,11 @@ def test_later_blocks_repair_the_loss(preset, tokens, tmp_path):
     coec.prune(model, tmp_path / "out", preset=preset, **settings, **short)
     bare = {"preset": "fast", "compensation": "none"}
     coec.prune(model, tmp_path / "bare", **settings, **bare)
-    repaired, plain = (
+    compensated, plain = (
         coec.perplexity(tmp_path / name, tokens, baseline=model, seq_len=32).kl
         for name in ("out", "bare")
     )
-    assert repaired < plain
+    assert compensated < plain
     by_name = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert by_name.config.num_hidden_layers == 4
 

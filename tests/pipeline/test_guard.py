@@ -1,4 +1,4 @@
-"""Few tokens: held-out windows say how far every repair is followed."""
+"""Few tokens: the validation error says how far every compensation is followed."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-from coec.calibration.windows import with_judges
+from coec.calibration.windows import with_validation
 from coec.compensation.shrinkage import FEW
 from coec.models.dense import Dense
 from coec.settings import Calibration
 from coec.types import KeptSet
 from outcomes import succeeded
 
-FEW_TOKENS = "few tokens: the repair is drawn back towards the slice"
+FEW_TOKENS = "few tokens: the compensation is shrunk towards plain slicing"
 LENGTH = 4
 PLENTY = 80
 """Windows of which a tiny model's columns have more than `FEW` tokens."""
@@ -54,24 +54,28 @@ def followed(report):
     return [row["followed"] for row in report.sites if "followed" in row]
 
 
-def test_a_quarter_of_the_windows_judges_where_tokens_are_few(dense):
+def test_a_quarter_of_the_windows_validates_where_tokens_are_few(dense):
     model = Dense.open(dense)
     widest = max(site.columns for site in model.layout.sites)
     few, plenty = FEW * widest // LENGTH - 1, FEW * widest // LENGTH
-    for samples, judging in ((few, 0.25), (plenty, 0.0), (1, 0.0)):
+    for samples, share in ((few, 0.25), (plenty, 0.0), (1, 0.0)):
         calibration = Calibration(samples=samples, seq_len=LENGTH)
-        assert with_judges(calibration, model).judging == judging
-    assert with_judges(Calibration(samples=few, seq_len=LENGTH, guard=False), model).judging == 0
-    assert with_judges(Calibration(samples=few, seq_len=LENGTH, holdout=0.5), model).held_out == 0.5
+        assert with_validation(calibration, model).guard_share == share
+    without = Calibration(samples=few, seq_len=LENGTH, guard=False)
+    assert with_validation(without, model).guard_share == 0
+    given = Calibration(samples=few, seq_len=LENGTH, holdout=0.5)
+    assert with_validation(given, model).validation == 0.5
 
 
 @pytest.mark.parametrize("compensation", ["least-squares", "rcpu", "ridge-to-slice", "bias"])
-def test_a_repair_of_few_tokens_is_the_whole_one_drawn_back(dense, pruned, tmp_path, compensation):
+def test_a_compensation_of_few_tokens_is_the_whole_one_shrunk(
+    dense, pruned, tmp_path, compensation
+):
     """`W_K + θ (W̃ − W_K)`, W̃ and the units those of all windows, but for the order of sums."""
     report, written = pruned(compensation=compensation)
     _, whole = pruned("whole", compensation=compensation, guard=False)
     (event,) = {event.rpartition("; ")[0] for event in drawn(report)}
-    assert event.endswith("by held-out error")
+    assert event.endswith("by its validation error")
     assert min(followed(report)) < 1
     model, kept = Dense.open(dense), load_file(tmp_path / "out/coec/kept.safetensors")
     for row in report.sites:
@@ -82,7 +86,7 @@ def test_a_repair_of_few_tokens_is_the_whole_one_drawn_back(dense, pruned, tmp_p
         torch.testing.assert_close(written[site.weight], expected, rtol=0, atol=1e-10)
 
 
-def test_with_plenty_of_tokens_nothing_is_held_out_and_no_bit_changes(pruned):
+def test_with_plenty_of_tokens_all_windows_are_fitted_on_and_no_bit_changes(pruned):
     report, written = pruned(samples=PLENTY)
     _, whole = pruned("whole", samples=PLENTY, guard=False)
     assert followed(report) == drawn(report) == []
@@ -92,12 +96,12 @@ def test_with_plenty_of_tokens_nothing_is_held_out_and_no_bit_changes(pruned):
 def test_a_single_window_leaves_the_slice(pruned):
     report, written = pruned(samples=1)
     _, slices = pruned("slices", samples=1, compensation="none")
-    assert any("as no held-out window judges it" in event for event in drawn(report))
+    assert any("without validation windows" in event for event in drawn(report))
     assert set(followed(report)) == {0.0}
     assert all(torch.equal(written[name], slices[name]) for name in slices)
 
 
-def test_windows_that_are_held_out_for_good_judge_and_are_not_fitted_on(pruned):
+def test_windows_of_holdout_validate_and_are_not_fitted_on(pruned):
     report, _ = pruned(holdout=0.5)
     assert min(followed(report)) < 1
     for row in report.sites:
@@ -116,7 +120,7 @@ def test_statistics_serve_as_the_text_does(dense, tokens, pruned, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"propagate": True}, {"reconstruct": 1},
                                       {"propagate": True, "reconstruct": 1}])  # fmt: skip
-def test_in_order_the_judges_have_targets_of_their_own(pruned, settings):
+def test_in_order_the_validation_windows_have_targets_of_their_own(pruned, settings):
     report, _ = pruned(samples=8, **settings)
     assert 0 < max(followed(report)) < 1
     for row in report.sites:
@@ -138,23 +142,23 @@ def test_errors_are_those_of_the_dtype_that_is_written(pruned, dtype):
 
 
 def test_so_many_windows_are_named_that_no_site_has_few_tokens(pruned):
-    """Held-out ones are not fitted on, and count for nothing."""
+    """Those for validation are not fitted on, and count for nothing."""
     report, _ = pruned(holdout=0.5)
-    count = max(int(event.split("; ")[1].split()[0]) for event in drawn(report))
+    count = max(int(event.split("; ")[1].split()[1]) for event in drawn(report))
     enough, _ = pruned("enough", holdout=0.5, samples=count)
     assert not drawn(enough)
-    assert not any("few tokens" in note for note in enough.plan["notes"])
+    assert not any("plain slicing" in note for note in enough.plan["notes"])
 
 
 def test_the_command_says_what_was_done_and_what_would_do(dense, tokens, tmp_path, run):
     flags = ["--samples", "6", "--seq-len", LENGTH, "--calibration", tokens]
     made, said = succeeded(run("prune", dense, tmp_path / "out", *flags))
-    assert "held out" in made
-    assert "(error of the hidden states behind a block, mean over held-out windows)" in made
+    assert "validation" in made
+    assert "(hidden-state error relative to the dense hidden state, on validation windows)" in made
     assert FEW_TOKENS in said
-    assert "windows would do" in said
+    assert "windows or more" in said
     dry, _ = succeeded(run("prune", dense, tmp_path / "out2", *flags, "--dry-run"))
-    assert "few tokens" in dry
+    assert "are shrunk" in dry
 
 
 @pytest.mark.parametrize("method", [pytest.param("coec", marks=pytest.mark.slow), "least-squares"])
@@ -178,7 +182,7 @@ def test_few_tokens_do_not_ruin_a_trained_model(shared, tmp_path, method):
 def test_a_trained_model_with_very_few_tokens_is_not_worse_than_its_slice(
     preset, samples, shared, tmp_path
 ):
-    """64 or 128 tokens: at most 2 % of perplexity behind the same units without a repair."""
+    """64 or 128 tokens: at most 2 % of perplexity behind the same units without compensation."""
     model = tm.readable(shared / "models/stories260K", tmp_path / "model")
     windows = {
         "calibration": str(shared / "data/tinystories/train.txt"), "samples": samples,

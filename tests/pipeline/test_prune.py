@@ -349,7 +349,7 @@ def test_a_recipe_and_settings_at_once_are_refused(dense, tokens, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_repair_is_told_what_the_kept_value_heads_write(prune, tmp_path):
+def test_a_compensation_is_told_what_the_kept_value_heads_write(prune, tmp_path):
     """Each kept head's rows once for every query head; nothing at the MLP."""
     seen = []
 

@@ -62,8 +62,8 @@ def best(dense, tokens, tmp_path_factory):
         ({"preset": "paper"}, 1, 1),
         # Dense, dense weights on the pruned model's inputs, pruned
         ({"preset": "fast"}, 3, 3),
-        # A sixth of the windows judges: the pass that measures, and four that train, leave it out,
-        # and it alone is judged at the start and behind every pass. What is trained runs again.
+        # A sixth of the windows validates: the pass that measures, and four that train, leave it
+        # out, and it alone runs at the start and behind every pass. What is trained runs again.
         ({"preset": "balanced", "prediction_passes": 0, "final_norm": False, "holdout": 4 / 24},
          4 + (1 + 4) * 20 / 24 - 1 + 5 * 4 / 24, 3 + (1 + 4) * 20 / 24 - 1 + 5 * 4 / 24),
     ],
@@ -146,10 +146,10 @@ def far(dense, out, tokens):
 
 @pytest.mark.slow
 def test_every_part_brings_the_hidden_states_closer(dense, pruned, tokens, tmp_path):
-    """Repair, then targets with the carried error, then all weights of a block trained."""
+    """Compensation, then targets with the carried error, then all weights of a block trained."""
     steps = {
         "none": {"compensation": "none"},
-        "repaired": {"compensation": "ridge-to-slice"},
+        "compensated": {"compensation": "ridge-to-slice"},
         "propagated": {"compensation": "ridge-to-slice", "propagate": True},
         "trained": {"compensation": "ridge-to-slice", **LONGER},
         "both": {"compensation": "ridge-to-slice", "propagate": True, **LONGER},
@@ -158,8 +158,8 @@ def test_every_part_brings_the_hidden_states_closer(dense, pruned, tokens, tmp_p
     for name, settings in steps.items():
         pruned(name, **settings)
         found[name] = far(dense, tmp_path / name, tokens)
-    assert found["none"] > found["repaired"] > found["propagated"] > found["both"], found
-    assert found["repaired"] > found["trained"], found
+    assert found["none"] > found["compensated"] > found["propagated"] > found["both"], found
+    assert found["compensated"] > found["trained"], found
 
 
 def test_nothing_carried_leaves_dense_statistics(pruned, tmp_path):
@@ -184,7 +184,7 @@ def test_without_propagation_closed_forms_are_those_of_the_dense_pass(pruned, tm
 
 
 @pytest.mark.slow
-def test_held_out_windows_choose_the_number_of_groups(best, pruned):
+def test_validation_windows_choose_the_number_of_groups(best, pruned):
     root, reports = best
     scores = {}
     for kind in ("uniform", "all"):  # candidates are tried in closed form, on the text
@@ -240,7 +240,7 @@ def test_measured_costs_decide_the_groups_of_blocks_without_a_trial(dense, token
 
 @pytest.mark.slow
 def test_the_last_block_is_trained_towards_the_predictions(pruned, tmp_path):
-    """Only its weights change, the report says by how much, and held-out KL falls."""
+    """Only its weights change, the report says by how much, and validation KL falls."""
     settings = {"preset": "best", "kv_groups": "uniform", "final_norm": False, "reconstruct": 1}
     reports = {n: pruned(str(n), **settings, prediction_passes=n) for n in (0, 8)}
     plain, trained = (load_file(tmp_path / str(n) / "model.safetensors") for n in (0, 8))
@@ -304,7 +304,7 @@ def test_the_final_norm_is_kept_where_it_helps(dense, best):
     assert torch.equal(stored, before) != tried["taken"]
 
 
-def test_a_training_that_harms_held_out_windows_is_not_taken(pruned, tmp_path, monkeypatch):
+def test_a_training_that_harms_validation_windows_is_not_taken(pruned, tmp_path, monkeypatch):
     """Steps are far too long."""
     monkeypatch.setattr(block_training, "_root_mean_square", lambda weight: 100.0)
     settings = {"preset": "best", "kv_groups": "uniform", "samples": 4, "holdout": 0.25}
@@ -383,7 +383,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(best, after, pruned, tmp_p
         ({"reconstruct": 1, "reconstruct_rate": 0}, "is above 0 and below 1, got 0"),
         ({"reconstruct": -1}, "reconstruct must be a whole number of at least 0, got -1"),
         ({"token_weights": "residual"}, "token_weights has no effect with neither"),
-        ({"kv_groups": "held-out"}, "needs windows that are held out: set holdout"),
+        ({"kv_groups": "held-out"}, "needs validation windows: set holdout"),
         ({"prediction_passes": 3}, "prediction_passes has no effect with reconstruct = 0"),
         ({"preset": "best", "prediction_passes": 0.5}, "prediction_passes must be"),
         ({"kv_groups": "all", "sparsity": 0.9}, "leaves no intermediate channels"),
@@ -398,7 +398,7 @@ def test_settings_that_contradict_each_other_are_refused_before_work(
     assert not list(tmp_path.iterdir())
 
 
-def test_one_window_cannot_be_held_out(pruned, tmp_path):
+def test_one_window_cannot_be_for_validation(pruned, tmp_path):
     with pytest.raises(CalibrationError, match="holdout"):
         pruned(preset="best", samples=1)
     assert not list(tmp_path.iterdir())
@@ -406,7 +406,7 @@ def test_one_window_cannot_be_held_out(pruned, tmp_path):
 
 @pytest.fixture(scope="module")
 def statistics(dense, tokens, tmp_path_factory):
-    """Without held-out windows."""
+    """Without validation windows."""
     out = tmp_path_factory.mktemp("statistics") / "statistics"
     return coec.collect(dense, out, **SETTINGS, calibration=tokens)
 
@@ -496,7 +496,7 @@ def test_a_damaged_piece_of_an_ended_candidate_is_made_again(best, pruned, tmp_p
 
 
 def test_a_weight_that_the_output_cannot_hold_is_named(pruned, tmp_path, monkeypatch):
-    """Training rounds to the dtype of the output before it judges, so such a state is not taken."""
+    """Training measures what is rounded to the dtype of the output: such a state is not taken."""
 
     def huge(*given, **how):
         start = given[1]
@@ -587,7 +587,7 @@ def test_a_preset_can_be_taken_in_parts(pruned, tmp_path):
 def test_training_goes_with_every_other_setting(
     settings, dense, pruned, tokens, tmp_path, monkeypatch
 ):
-    """No state is taken that is worse where it is judged, and transformers loads what is written.
+    """No state is taken of a higher validation error, and transformers loads what is written.
 
     A step has fewer tokens than a window here.
     """
@@ -706,31 +706,33 @@ def test_fast_takes_the_inputs_of_the_dense_model_where_it_must(
     given = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast", **settings}
     plan = coec.plan(model, **given)
     assert plan.recipe.reconstruction.propagate == (why is None and settings.get("propagate", True))
-    assert [n.rpartition(": ")[2] for n in plan.notes if "inputs that the dense" in n] == (
+    assert [n.rpartition(": ")[2] for n in plan.notes if "for the dense model's inputs" in n] == (
         [why] if why else []
     )
 
 
 def test_fast_takes_statistics_with_uniform_widths(dense, statistics):
     plan = coec.plan(dense, statistics=statistics, preset="fast", non_uniform=True)
-    [note] = [note for note in plan.notes if "inputs that the dense" in note]
+    [note] = [note for note in plan.notes if "for the dense model's inputs" in note]
     assert note.endswith("statistics hold sums only, and no text; widths are uniform therefore")
     with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
         coec.plan(dense, statistics=statistics, preset="fast", non_uniform=True, allocation="error")
 
 
-def test_the_default_takes_one_window_and_says_what_judges(dense, tokens, tmp_path):
+def test_the_default_takes_one_window_and_says_what_validates(dense, tokens, tmp_path):
     report = coec.prune(dense, tmp_path / "out", calibration=tokens, samples=1, seq_len=32)
     assert report.recipe["reconstruct"]
     assert report.reconstruction["windows"] == "fitted"
-    assert any(note.startswith("one window holds none out") for note in report.plan["notes"])
+    assert any(
+        note.startswith("one window leaves none for validation") for note in report.plan["notes"]
+    )
 
 
 def test_the_default_takes_statistics_beside_any_setting_but_allocation_by_error(
     dense, tokens, tmp_path
 ):
     saved = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
-    assert saved.settings["holdout"] == 0  # no fit needs windows that judge
+    assert saved.settings["holdout"] == 0  # no fit needs validation windows
     given = {"statistics": saved, "non_uniform": True}
     plan = coec.plan(dense, **given, kv_groups="all", propagate=False)
     assert plan.recipe.pruning.allocation == "uniform"

@@ -14,7 +14,7 @@ from coec.pipeline.solve import UNSEEN
 from coec.types import KeptSet
 from outcomes import succeeded
 
-FEW = "few tokens: the repair is drawn back towards the slice"
+FEW = "few tokens: the compensation is shrunk towards plain slicing"
 COLLECTED = {"forward_dtype": "float64", "seq_len": 2, "samples": 1, "seed": 1}
 SETTINGS = {"preset": "paper", "sparsity": 0.3, **COLLECTED}
 
@@ -57,7 +57,7 @@ def test_an_expert_without_tokens_keeps_the_slice_of_its_largest_columns(
         assert torch.equal(columns, largest)
 
 
-def test_with_few_tokens_a_repair_goes_so_far_from_the_slice_as_these_can_tell(
+def test_with_few_tokens_a_compensation_goes_so_far_from_the_slice_as_these_can_tell(
     dense, tokens, tmp_path, monkeypatch
 ):
     settings = {**SETTINGS, "calibration": tokens, "compensation": "least-squares"}

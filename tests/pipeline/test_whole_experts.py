@@ -86,11 +86,11 @@ def outputs_of(experts, number, hidden):
 def test_the_experts_that_add_least_to_their_tokens_go(variant, windows, models, tmp_path):
     """The score by its formula, from the inputs of plain transformers' blocks.
 
-    Of 4 windows, too few to leave repairs unjudged, those that judge count as well.
+    Of 4 windows, so few that compensations are validated, those for validation count as well.
     """
     tokens = tm.token_file(tmp_path / "tokens.npy", rows=windows)
     settings = {**TEXT, **WHOLE, "samples": windows, "calibration": tokens}
-    assert bool(coec.plan(models[variant], **settings).recipe.judges_are_fitted) == (windows == 4)
+    assert bool(coec.plan(models[variant], **settings).recipe.fits_validation) == (windows == 4)
     report = coec.prune(models[variant], tmp_path / "out", **settings)
     model, inputs = tm.load(models[variant]), {}
     for index, layer in enumerate(model.model.layers):
@@ -116,7 +116,7 @@ def test_the_experts_that_add_least_to_their_tokens_go(variant, windows, models,
         assert [row["units_after"] > 0 for row in rows] == [n in stays for n in range(4)]
 
 
-def test_windows_that_are_held_out_have_no_say(mixtral, tmp_path):
+def test_windows_of_holdout_have_no_say(mixtral, tmp_path):
     report = mixtral(tmp_path / "out", **WHOLE, holdout=0.25)
     for rows in experts_of(report).values():
         assert sum(row["tokens"] for row in rows) == 2 * 18 * 32
@@ -310,7 +310,7 @@ def test_commands_say_what_became_of_whole_experts(models, tokens, tmp_path, run
     flags = [*text, "--sparsity", "0.3", "--expert-sparsity", "0.25"]
     dry, _ = succeeded(run("prune", models["mixtral"], tmp_path / "out", *flags, "--dry-run"))
     assert "whole experts × 2 blocks" in dry
-    assert "nothing repairs the loss of whole experts" in dry
+    assert "nothing compensates the loss of whole experts" in dry
     made, _ = succeeded(run("prune", models["mixtral"], tmp_path / "out", *flags))
     assert "experts          4 → 3 per block" in made
     card = (tmp_path / "out/README.md").read_text()

@@ -20,7 +20,7 @@ def text_notes(samples, **settings):
 
 @pytest.mark.parametrize(
     ("each", "said"),
-    [(FEW - 1, "few tokens: "), (FEW, "more text lowers"), (PLENTY - 1, "more text"), (PLENTY, "")],
+    [(FEW - 1, "are shrunk"), (FEW, "more text lowers"), (PLENTY - 1, "more text"), (PLENTY, "")],
 )
 def test_a_plan_says_what_more_text_would_do(each, said):
     widest = max(site.columns for site in Description.of(tm.raw_config("llama")).layout.sites)

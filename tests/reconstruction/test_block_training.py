@@ -42,11 +42,11 @@ def examples(count=48, *, length=LENGTH, seed=0, W=None, noise=0.0):
     return [Example(x, t, torch.ones(length)) for x, t in zip(inputs, targets, strict=True)]
 
 
-def trained(windows, judges=(), block=linear, start=None, objective=None, **more):
+def trained(windows, validation=(), block=linear, start=None, objective=None, **more):
     start = {"W": random(H, H, seed=3)} if start is None else start
     how = {"passes": 4, "rate": 0.1, "seed": 0, "written": torch.float32, **more}
     objective = objective or relative_error(windows, CPU)
-    return train_block(block, start, windows, judges, Training(objective, **how))
+    return train_block(block, start, windows, validation, Training(objective, **how))
 
 
 def test_a_linear_map_is_found():
@@ -90,18 +90,18 @@ def test_the_objective_is_the_weighed_error_of_the_targets():
     assert float(narrow) == pytest.approx(float(expected), rel=0.02)
 
 
-def test_the_start_is_returned_where_every_pass_harms_the_judges():
+def test_the_start_is_returned_where_every_pass_harms_validation():
     """Also with a state that is not finite in the end."""
-    windows, judges = examples(), examples(6, seed=7)
+    windows, validation = examples(), examples(6, seed=7)
     start = {"W": random(H, H, seed=99) + 0.01}
     for rate in (10.0, 1e30):
-        found = trained(windows, judges, start=start, rate=rate)
+        found = trained(windows, validation, start=start, rate=rate)
         assert found.taken == 0
         assert torch.equal(found.theta["W"], start["W"])
         assert not any(error < found.errors[0] for error in found.errors)
 
 
-def test_the_judges_choose_the_pass():
+def test_validation_windows_choose_the_pass():
     """The best one, though training goes on to lower errors on its own windows."""
     few = examples(2, length=4, noise=3.0)
     start = {"W": random(H, H, seed=99) + 0.5 * random(H, H)}
@@ -113,7 +113,7 @@ def test_the_judges_choose_the_pass():
     assert again.errors[0] == found.errors[found.taken]
 
 
-def test_without_judges_the_windows_trained_on_judge():
+def test_without_validation_windows_those_trained_on_choose():
     windows = examples()
     without, beside = trained(windows), trained(windows, windows)
     assert without.errors == beside.errors
@@ -197,8 +197,8 @@ def test_windows_are_run_whole_as_many_as_a_step_holds(length, windows, monkeypa
     found = trained(examples(9, length=length), block=block, passes=2)
     sizes = [min(windows, 9 - first) for first in range(0, 9, windows)]
     steps = [(torch.Size([size, length]), True) for size in sizes]
-    judged = [(shape, False) for shape, _ in steps]
-    assert shapes == [*judged, *steps, *judged, *steps, *judged]
+    measured = [(shape, False) for shape, _ in steps]
+    assert shapes == [*measured, *steps, *measured, *steps, *measured]
     assert found.errors[-1] < found.errors[0]
 
 
@@ -219,7 +219,7 @@ def test_every_window_is_run_once_in_a_pass(monkeypatch):
     assert seen[:9] != list(range(9))
 
 
-def test_what_is_judged_is_what_will_be_written():
+def test_what_is_measured_is_what_will_be_written():
     """A change too small for the output's digits is none."""
     start = {"W": random(H, H, seed=3).bfloat16().float()}
     small = {"start": start, "rate": 1e-6, "passes": 3}
@@ -270,9 +270,9 @@ def test_the_rate_rises_shortly_and_falls_to_nothing(monkeypatch):
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_training_may_end_with_a_pass_that_makes_it_worse_than_the_start(ends):
-    """The start is exact on the windows that judge; those trained on are of another map."""
+    """The start is exact on the validation windows; those trained on are of another map."""
     start = {"W": random(H, H, seed=99)}
-    windows, judges = examples(W=random(H, H, seed=7)), examples(4, seed=5, W=start["W"])
-    found = trained(windows, judges, start=start, passes=9, ends_when_worse=ends)
+    windows, validation = examples(W=random(H, H, seed=7)), examples(4, seed=5, W=start["W"])
+    found = trained(windows, validation, start=start, passes=9, ends_when_worse=ends)
     assert (found.taken, len(found.errors)) == (0, 2 if ends else 10)
     torch.testing.assert_close(found.theta, start)

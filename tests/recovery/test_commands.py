@@ -76,7 +76,7 @@ def test_the_command_says_when_nothing_was_gained(run, dense, pruned, tokens, tm
     more = ("--text", tokens, *FLAGS, "--learning-rate", 1)
     status, out, _ = run("recover", dense, pruned, tmp_path / "out", *more)
     assert status == 0
-    assert "no state was better on 3 windows" in out
+    assert "no state was better on 3 validation windows" in out
 
 
 def test_a_dry_run_shows_the_ways_and_writes_nothing(run, dense, pruned, tokens, tmp_path):

@@ -58,21 +58,21 @@ def differing(a, b):
 
 def test_the_result_is_nearer_to_the_dense_model_on_other_windows(recovered, dense, pruned):
     out, report = recovered
-    judged = report.recoveries[-1]["held_out"]
-    assert judged["after"] < 0.95 * judged["before"]
+    validation = report.recoveries[-1]["held_out"]
+    assert validation["after"] < 0.95 * validation["before"]
     before, after = (coec.perplexity(m, IDS, baseline=dense, seq_len=32) for m in (pruned, out))
     assert after.kl < before.kl
 
 
-@pytest.mark.parametrize(("seen", "judging"), [(0, 0), (30, 0), (37, 2), (39, 4)])
-def test_windows_that_calibrated_judge_nothing_while_there_are_others(seen, judging, tmp_path):
-    """Of 40 windows five judge; `seen` of them calibrated, and so did others."""
+@pytest.mark.parametrize(("seen", "both"), [(0, 0), (30, 0), (37, 2), (39, 4)])
+def test_windows_that_calibrated_validate_nothing_while_there_are_others(seen, both, tmp_path):
+    """Of 40 windows five validate; `seen` of all calibrated, and `both` do both."""
     ids = torch.arange(40 * 4).view(40, 4)
     calibrated = frozenset(window_digests(torch.cat([ids[:seen], ids + 1000])))
     text.WindowFile.write(ids, tmp_path / "text.npy")
-    trained, judges = text.WindowFile(tmp_path / "text.npy", 0, calibrated).split()
-    assert sorted(trained + judges) == list(range(40))
-    assert (len(judges), sum(n < seen for n in judges)) == (5, judging)
+    trained, validation = text.WindowFile(tmp_path / "text.npy", 0, calibrated).split()
+    assert sorted(trained + validation) == list(range(40))
+    assert (len(validation), sum(n < seen for n in validation)) == (5, both)
 
 
 def test_a_pruning_says_which_windows_calibrated(pruned, tokens):
@@ -82,8 +82,8 @@ def test_a_pruning_says_which_windows_calibrated(pruned, tokens):
 
 def test_passes_may_be_in_bfloat16(recovered, recover, dense, tmp_path):
     """As they are on a GPU; what is written has the dtypes of the start."""
-    judged = recover(forward_dtype="bfloat16").recoveries[-1]["held_out"]
-    assert judged["after"] < 0.95 * judged["before"]
+    validation = recover(forward_dtype="bfloat16").recoveries[-1]["held_out"]
+    assert validation["after"] < 0.95 * validation["before"]
     assert differing(tmp_path / "out", recovered[0])
     dtypes, expected = (
         {n: t.dtype for n, t in weights(f).items()} for f in (tmp_path / "out", recovered[0])
@@ -106,14 +106,14 @@ def test_the_result_is_the_same_format_with_other_weights(recovered, pruned):
     assert report.plan == Report.read(pruned).plan
 
 
-def test_transformers_computes_what_was_judged(recovered, dense):
+def test_transformers_computes_what_was_validation(recovered, dense):
     out, report = recovered
     teacher, student = tm.load(dense), tm.load(out)
     record = report.recoveries[-1]
     ids = torch.from_numpy(np.random.default_rng(0).integers(2, tm.VOCABULARY, (24, 32)))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
-    judged = ids[order[: record["held_out"]["windows"]].sort().values]
-    p, q = (tm.logits(model, judged).log_softmax(-1) for model in (teacher, student))
+    validation = ids[order[: record["held_out"]["windows"]].sort().values]
+    p, q = (tm.logits(model, validation).log_softmax(-1) for model in (teacher, student))
     kl = (p.exp() * (p - q)).sum(-1).mean()
     assert float(kl) == pytest.approx(record["held_out"]["after"], rel=1e-4)
 
@@ -340,7 +340,7 @@ def test_bad_input_is_refused_before_work(case, dense, pruned, tokens, tmp_path)
 @pytest.mark.parametrize(
     ("characters", "changes", "error", "words"),
     [
-        (40, {}, CalibrationError, "one more must judge the training"),
+        (40, {}, CalibrationError, "validation needs a second one"),
         (400, {"tokens": 10**6, "batch_size": 1000}, OptionError, "more than the [0-9,]+ tokens"),
     ],
 )
@@ -436,11 +436,11 @@ def test_a_small_budget_has_small_steps_and_a_lower_rate_for_each(dense, pruned,
     assert lora.rate(0.4, 4) == pytest.approx(10 * job.rate(0.4, 4))
 
 
-def test_windows_for_a_budget_have_those_that_judge_beside_them():
-    assert [text.held_out(n) for n in (2, 8, 64, 256, 10_000)] == [1, 1, 8, 16, 16]
+def test_windows_for_a_budget_have_validation_windows_beside_them():
+    assert [text.validation_count(n) for n in (2, 8, 64, 256, 10_000)] == [1, 1, 8, 16, 16]
     for tokens in (100, 10_000, 100_000):
         windows = text.windows_needed(tokens, 100)
-        assert windows - text.held_out(windows) >= tokens / 100
+        assert windows - text.validation_count(windows) >= tokens / 100
 
 
 def test_a_large_seed_trains(recover):

@@ -1,4 +1,4 @@
-"""Windows of tokens: drawn for calibration, cut for evaluation, held out."""
+"""Windows of tokens: drawn for calibration, set apart for validation, cut for evaluation."""
 
 import hashlib
 import json
@@ -38,8 +38,8 @@ CHOICE = 9
 
 `sources.HUB_CHARACTERS` is chosen by the same number, for the default recipe.
 """
-_JUDGING = 0.25
-"""Fraction of the windows that judge compensations where tokens are few."""
+_VALIDATION = 0.25
+"""Fraction of the windows that validate compensations where tokens are few."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,26 +221,26 @@ def all_windows(stream: Stream, *, seq_len: int, bos: bool = False) -> Windows:
     return _windows(stream, rows, bos)
 
 
-def hold_out(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tensor | None]:
-    """Split windows at random into those to fit on and `held_out` others, or None for no others."""
+def split_windows(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tensor | None]:
+    """Split windows at random into those to fit on and those for validation, or None for none."""
     n = len(windows.ids)
-    count = held_out(n, fraction)
+    count = validation_count(n, fraction)
     if count == 0:
         return windows.ids, None
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    fit, judge = order[count:].sort().values, order[:count].sort().values
-    return windows.ids[fit], windows.ids[judge]
+    fit, validation = order[count:].sort().values, order[:count].sort().values
+    return windows.ids[fit], windows.ids[validation]
 
 
-def held_out(n: int, fraction: float) -> int:
-    """Number of held-out windows among n: `round(fraction · n)`, at least 1 unless that is 0."""
+def validation_count(n: int, fraction: float) -> int:
+    """Number of validation windows among n: `round(fraction · n)`, at least 1 unless that is 0."""
     if not fraction:
         return 0
     count = max(1, round(fraction * n))
     if count >= n:
         raise CalibrationError(
-            f"holdout={fraction:g} of {n} windows leaves {count} held out and {n - count} to fit "
-            "on: both need at least one; take more windows (samples=N)"
+            f"holdout={fraction:g} of {n} windows leaves {count} for validation and {n - count} to "
+            "fit on: both need at least one; take more windows (samples=N)"
         )
     return count
 
@@ -316,15 +316,15 @@ def source_digest(source: str | Path | Tensor | np.ndarray | Documents) -> str:
         raise CalibrationError(f"'{source}' cannot be read: {error.strerror}") from error
 
 
-def with_judges(calibration: Calibration, model: Description) -> Calibration:
-    """Set aside a quarter of the windows to judge compensations, where tokens are few.
+def with_validation(calibration: Calibration, model: Description) -> Calibration:
+    """Set aside a quarter of the windows to validate compensations, where tokens are few.
 
-    None are set aside if others are held out, tokens suffice for the columns of the widest
-    consumer, or there is only one window.
+    None are set aside if the user sets some aside, if tokens suffice for the columns of the widest
+    consumer, or if there is only one window.
     """
-    if not calibration.guard or calibration.held_out or calibration.samples < 2:
+    if not calibration.guard or calibration.validation or calibration.samples < 2:
         return calibration
-    return replace(calibration, judging=_JUDGING if few_tokens(calibration, model) else 0.0)
+    return replace(calibration, guard_share=_VALIDATION if few_tokens(calibration, model) else 0.0)
 
 
 def few_tokens(calibration: Calibration, model: Description) -> bool:

@@ -116,13 +116,12 @@ HELP_ALL = switch("help_all", "Show every flag, and those of each compensation."
 DEVICE = CommandFlag.of(next(row for row in TABLE if row.name == "device"))
 CONFIG_FILE = CommandFlag("config", Path, "TOML file with any of the settings here; flags win.")
 FORCE = switch("force", "Replace the model that OUT holds.")
-RESTART = switch("restart", "Throw away what an unfinished run into the same folder left.")
+RESTART = switch("restart", "Discard an unfinished run into the same folder, and begin anew.")
 TRUST_REMOTE_CODE = switch(
     "trust_remote_code",
-    "Run the Python code that a tokenizer's files name, of MODEL and of every model whose "
-    "tokenizer is read (a baseline, those of a grid): all that it imports, a configuration's "
-    "class, and code of other hub repositories that it refers to. Code that builds models is "
-    "never run. Only for models you trust.",
+    "Run the Python code that the tokenizer of MODEL, or of another model that is read, names: "
+    "with all that it imports, a configuration's class, and code of other hub repositories. "
+    "Code that builds models is never run. Use it only for models that you trust.",
 )
 QUIET = switch("quiet", "No progress on stderr, neither bars nor lines.")
 JSON = switch("json", "One JSON object on stdout, nothing else.")

@@ -44,7 +44,7 @@ _RUNNING = (
     common.CONFIG_FILE,
     CommandFlag(
         "statistics", Path,
-        "What `coec collect` wrote, instead of a dense pass; brings its settings.",
+        "Folder that `coec collect` wrote: replaces the dense pass, and sets calibration.",
     ),
     common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE,
     common.QUIET, common.JSON, common.HELP_ALL,
@@ -59,14 +59,14 @@ _RECOVER = CommandFlag(
 )  # fmt: skip
 HEADINGS = {
     "What to remove": ("sparsity", "budget_parameters", "non_uniform", "multiple_of", "target"),
-    "How to repair": ("preset", "recover"),
+    "How to compensate": ("preset", "recover"),
     "Calibration": ("calibration", "samples", "seq_len"),
     "Where to run": ("dry_run", "device", "executor"),
     "Output": ("config", "force", "trust_remote_code", "quiet", "json"),
 }
 """Headings of the first screen of help, and the flags under each."""
 _MORE: dict[str, type[Settings]] = {
-    "More: what to remove": settings.Pruning, "More: how to repair": settings.Reconstruction,
+    "More: what to remove": settings.Pruning, "More: how to compensate": settings.Reconstruction,
     "More: calibration": settings.Calibration, "More: where to run": settings.Runtime,
 }  # fmt: skip
 """Headings that only `--help-all` has, and the settings under each."""
@@ -106,7 +106,7 @@ def prune_command(
 ) -> None:
     """Prune MODEL and write the smaller dense model to OUT.
 
-    Interrupted or killed, the same command goes on with the first unfinished block.
+    If a run is killed, repeat the command: it resumes at the first missing block.
     """
     # Wrong usage is told before anything is imported that takes seconds.
     common.check_out(out, flags)
@@ -146,16 +146,16 @@ def compensate_command(
     model: Annotated[
         str, common.argument("Model folder before it was pruned, or a hub name.", "DENSE")
     ],
-    pruned: Annotated[str, common.argument("What another program made of it.", "PRUNED")],
+    pruned: Annotated[str, common.argument("Model that another program pruned.", "PRUNED")],
     out: Annotated[
         Path | None, common.argument("Folder to make; --dry-run needs none.", "OUT")
     ] = None,
     **flags: Any,
 ) -> None:
-    """Repair what another program pruned: DENSE, with the units that PRUNED keeps, into OUT.
+    """Compensate DENSE for the units that another program removed in PRUNED, and write OUT.
 
-    Which units these are is told from the rows of PRUNED; nothing else of it is used. All else is
-    as in coec prune.
+    The kept units are found from the rows of PRUNED; nothing else of it is used. All else is as in
+    coec prune.
     """
     common.check_out(out, flags)
     common.quieten()
@@ -258,7 +258,7 @@ def _sizes(
     from coec.models.layout import split_over
     from coec.pipeline.card import counted
 
-    # Sizes → what held-out windows may choose instead → format → who loads it
+    # Sizes → what validation windows may choose instead → format → who loads it
     if plan.dropped:
         layers = plan.dense.layers
         yield f"blocks: {layers} → {layers - len(plan.dropped)}, chosen by what they do on the text"
@@ -272,7 +272,7 @@ def _sizes(
     yield common.table(("", "dense", "pruned"), rows)
     for rule, candidate in alternatives.items():
         yield (
-            f"or, if held-out windows say so (kv_groups = {rule}): {candidate.pruned.kv_heads} KV "
+            f"or, by validation windows (kv_groups = {rule}): {candidate.pruned.kv_heads} KV "
             f"groups, {candidate.pruned.ffn:,} MLP channels, stored as "
             f"{candidate.output.model_type}"
         )
@@ -380,7 +380,7 @@ def _lines(report: "Report") -> Iterator[str]:
         )
         if any(row.get("holdout_after") is not None for row in report.sites if row["site"] == site):
             before, after = report.mean_errors(site, held_out=True)
-            yield f"{'  held out':<16} {before:.4f} → {after:.4f}"
+            yield f"{'  validation':<16} {before:.4f} → {after:.4f}"
     yield from _reconstruction(report)
     if plan["relabelled"]:
         yield f"stored as        {plan['output_model_type']} ({plan['relabelled']})"
@@ -400,13 +400,13 @@ def _lines(report: "Report") -> Iterator[str]:
 
 
 def _reconstruction(report: "Report") -> Iterator[str]:
-    """Yield errors before and after training, and how well candidates predict held-out windows."""
+    """Yield errors before and after training, and candidates' predictions of validation windows."""
     facts = report.reconstruction
     # A training of blocks, and one on predictions, are told apart by their fields.
-    windows = facts.get("windows", "").replace(" ", "-")
+    windows = facts.get("windows", "").replace("held out", "validation")
     for training, label, of_what in (
-        ("reconstruction", "trained", "error of the hidden states behind a block, mean over"),
-        ("predictions", "on predictions", "KL of the predictions behind the last block, on"),
+        ("reconstruction", "trained", "hidden-state error relative to the dense hidden state, on"),
+        ("predictions", "on predictions", "KL of the predictions after the last block, on"),
     ):
         trained = [row[training] for row in report.sites if training in row]
         if trained:
@@ -423,7 +423,7 @@ def _reconstruction(report: "Report") -> Iterator[str]:
 
 
 def _prediction(label: str, facts: Mapping[str, Any]) -> str:
-    """Line on how well a model predicts the windows that judge it, beside the dense one."""
+    """Line on how well a model predicts validation windows, beside the dense one."""
     pruned, dense = (facts[model] or math.inf for model in ("perplexity", "dense"))
-    windows = facts["windows"].replace(" ", "-")
+    windows = facts["windows"].replace("held out", "validation")
     return f"{label:<16} perplexity {pruned:.2f} (dense {dense:.2f}) on {windows} windows"

@@ -30,7 +30,7 @@ _FLAGS = [
 )  # fmt: skip
 def recover_command(
     dense: Annotated[str, common.argument("The dense model: folder or hub name.", "DENSE")],
-    pruned: Annotated[str, common.argument("What coec made of it.", "PRUNED")],
+    pruned: Annotated[str, common.argument("Model that coec pruned from DENSE.", "PRUNED")],
     out: Annotated[
         Path | None, common.argument("Folder to make; --dry-run needs none.", "OUT")
     ] = None,
@@ -38,8 +38,8 @@ def recover_command(
 ) -> None:
     """Train PRUNED to predict as DENSE does, and write the best state to OUT.
 
-    Windows that are not trained on decide; OUT is never worse than PRUNED on them. Interrupted or
-    killed, the same command goes on. On several GPUs: torchrun -m coec recover …
+    The best state is that of lowest KL on validation windows; OUT is never worse than PRUNED there.
+    If a run is killed, repeat the command: it resumes. On several GPUs: torchrun -m coec recover …
     """
     common.check_out(out, flags)
     common.quieten()
@@ -64,18 +64,18 @@ def recover_command(
 def recovery_lines(report: "Report") -> Iterator[str]:
     """Yield lines on what a training gave."""
     record = report.recoveries[-1]
-    text, judged = record["text"], record["held_out"]
+    text, validation = record["text"], record["held_out"]
     weights = "all weights" if record["lora"] is None else f"additions of rank {record['lora']}"
     yield f"wrote {common.named(report.out)}"
     yield (
         f"trained          {weights} on {record['tokens']:,} tokens of {text['source']} "
         f"({record['passes']:.2g} passes), learning rate {record['learning_rate']:.2g}"
     )
-    windows = f"{judged['windows']} windows that were not trained on"
-    divergence = f"KL to dense      {judged['before']:.4f}"
+    windows = f"{validation['windows']} validation windows"
+    divergence = f"KL to dense      {validation['before']:.4f}"
     if record["improved"]:
-        gain = 1 - judged["after"] / judged["before"]
-        yield f"{divergence} → {judged['after']:.4f} (−{gain:.0%}) on {windows}"
+        gain = 1 - validation["after"] / validation["before"]
+        yield f"{divergence} → {validation['after']:.4f} (−{gain:.0%}) on {windows}"
     else:
         yield (
             f"{divergence}: no state was better on {windows}, and the weights are those of the "

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _RECIPE = (
     CommandFlag("calibration", str, "As in `coec prune`."),
-    CommandFlag("text_column", str, "Of both texts, where they are jsonl or parquet files."),
-    CommandFlag("samples", int, "Calibration windows; a grid that varies them goes its own way."),
+    CommandFlag("text_column", str, "Column of both texts, where they are jsonl or parquet files."),
+    CommandFlag("samples", int, "Calibration windows, unless the grid varies them."),
     CommandFlag("seq_len", int, "Tokens per calibration window."),
 )
 _EVALUATION = (
-    CommandFlag("text", str, "To evaluate on, as in `coec eval`."),
+    CommandFlag("text", str, "Text to evaluate on, as in `coec eval`."),
     CommandFlag("eval_seq_len", int, "Tokens per evaluation window."),
     CommandFlag("max_windows", int, "Evaluate the first so many windows. Default: all."),
     CommandFlag(
@@ -46,11 +46,11 @@ _RUNNING = (
         "Where cells are run: here, one after another, or as tasks of a ray cluster. "
         "Default: here.",
     ),
-    CommandFlag("address", str, "Of a Ray cluster, as in `coec prune`."),
+    CommandFlag("address", str, "Address of a Ray cluster, as in `coec prune`."),
     common.DEVICE,
     CommandFlag(
         "statistics", list[Path],
-        "What `coec collect` made of a model; may be given several times.",
+        "Folder that `coec collect` wrote; may be given several times.",
     ),
 )  # fmt: skip
 
@@ -79,7 +79,7 @@ def sweep_command(
 ) -> None:
     """Run every cell of GRID into OUT, from one dense pass per model and calibration.
 
-    Interrupted, the same command goes on with the first missing cell.
+    If a sweep is killed, repeat the command: it resumes at the first missing cell.
     """
     common.check_out(out, flags)
     # Flags → settings of the cells, and of their evaluation, which a grid loses to

@@ -51,7 +51,7 @@ def compensate(
             per kept column; given to methods that need it.
         target: T, where `T x` and not `W₀ x` is what the outputs should be, as on the inputs of a
             pruned model: see `SiteProblem.aim`. Errors are relative to it, and the slice's may be
-            above 1; with every column kept there is still something to repair.
+            above 1; with every column kept there is still something to compensate.
         solve_dtype: of the products of long iterations; that of the statistics where None. All else
             is float64.
         options: of the method; unknown ones are errors.
@@ -79,7 +79,7 @@ def compensate(
     with recording() as events:
         # Inputs → float64, semidefinite Gram, moderate units → the method's W̃
         problem, units = _moderate(_prepared(problem, method))
-        if problem.nothing_to_repair:
+        if problem.nothing_to_compensate:
             result = SiteResult(problem.weight)
         else:
             result = method(problem, chosen)

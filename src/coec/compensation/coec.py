@@ -49,7 +49,7 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
     """
     weight, kept = problem.weight, problem.kept
     # G^0 = I: the data-blind limit, whose best weight is the slice itself.
-    if options.alpha == 0 or problem.nothing_to_repair:
+    if options.alpha == 0 or problem.nothing_to_compensate:
         W_K = kept_columns(weight, kept)
         return SiteResult(W_K, diagnostics={"reason": "nothing to compensate"})
 
@@ -117,7 +117,7 @@ class _Slice:
     def solved(self, dtype: torch.dtype) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
         """Return the best descent's weight and its summary, or the fallback if none is sound.
 
-        A descent in fewer digits than the target's is judged in all of them, and done again in all
+        A descent in fewer digits than the target's is checked in all of them, and done again in all
         of them where fewer do not tell how it goes.
         """
         if not self.target.yy > 0:

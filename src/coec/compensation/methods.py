@@ -33,7 +33,7 @@ class Method:
             projection at sites that follow attention.
         options: the dataclass of the options.
         shrinks: whether a result stays near the slice of itself where tokens are few; others are
-            drawn back to it at experts, where no held-out windows judge them.
+            shrunk towards it at experts, where there are no validation windows.
     """
 
     function: Callable[..., SiteResult]

@@ -108,7 +108,7 @@ def relative_errors(
     """`𝓛` of the slice and of a compensation, bias included, on any statistics (METHODS §4).
 
     On the statistics that the compensation was made from this is the fit; on others, such as
-    held-out ones, it says how well the fit carries over.
+    validation windows, it says how well the fit carries over.
 
     `𝓛(W) = tr(Δ G Δᵀ) / yy`, `Δ = T − W̃`, W̃ holding W at the kept columns and 0 elsewhere: one
     quadratic form of what is lost. Unlike `OutputProblem.error` it is no difference of numbers of

@@ -30,11 +30,11 @@ def enough(windows: int, tokens: float, columns: int, each: int = FEW) -> int:
 
 @dataclass(frozen=True)
 class Followed:
-    """The θ of lowest held-out error of `W_K + θ (W̃ − W_K)`.
+    """The θ of lowest validation error of `W_K + θ (W̃ − W_K)`.
 
     Attributes:
         value: θ, from 0, the slice, to 1, the compensation.
-        before: the slice's relative error on the held-out statistics.
+        before: the slice's relative error on the validation windows.
         after: that at θ.
     """
 
@@ -47,25 +47,25 @@ def best_share(
     weight: Float[Tensor, "m d"],
     kept: KeptSet,
     result: SiteResult,
-    held_out: Gram,
+    validation: Gram,
     target: Float[Tensor, "m d"] | None = None,
 ) -> Followed:
     """Return how far a compensation is to be followed: the minimum of a parabola in θ.
 
-    `min 𝓛(W_K + θ (W̃ − W_K))  s.t.  0 ≤ θ ≤ 1`, 𝓛 on held-out statistics; a bias is scaled alike.
+    `min 𝓛(W_K + θ (W̃ − W_K))  s.t.  0 ≤ θ ≤ 1`, 𝓛 on validation windows; a bias is scaled alike.
     Three values of 𝓛 give the parabola. A compensation that is the slice is followed.
 
     Args:
         weight: `W₀`.
         kept: the columns that stay.
         result: the compensation, fitted on other statistics.
-        held_out: statistics of the same inputs over further windows.
+        validation: statistics of the same inputs over the validation windows.
         target: what the outputs should be on those, where that is not W₀ (`SiteProblem.aim`).
     """
     # 𝓛(θ) = before + slope θ + curvature θ², from its values at 0, ½ and 1
-    half = drawn_back(weight, kept, result, 0.5)
-    before, middle = relative_errors(weight, held_out, kept, half, target=target)
-    _, after = relative_errors(weight, held_out, kept, result, target=target)
+    midpoint = drawn_back(weight, kept, result, 0.5)
+    before, middle = relative_errors(weight, validation, kept, midpoint, target=target)
+    _, after = relative_errors(weight, validation, kept, result, target=target)
     slope, curvature = 4 * middle - 3 * before - after, 2 * (before + after - 2 * middle)
     # Its minimum within [0, 1]; a straight line has it at an end.
     share = 1.0

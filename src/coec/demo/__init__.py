@@ -1,1 +1,1 @@
-"""The demo: a bundled model pruned by 30 % and repaired five ways. Run `python -m coec.demo`."""
+"""The demo: a bundled model pruned by 30 % and compensated five ways. Run `python -m coec.demo`."""

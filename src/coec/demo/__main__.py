@@ -1,4 +1,4 @@
-"""Demo: prune the bundled model with every repair on the same kept units, and with preset `best`.
+"""Demo: the bundled model with every compensation on the same kept units, and preset `best`.
 
 There is no data here: calibration and evaluation text are sampled from the dense model itself,
 under different seeds, so perplexities compare methods and are no WikiText numbers.
@@ -43,7 +43,7 @@ def run(
         "demo-output"
     ),
 ) -> None:
-    """Run the whole demo: five repairs, `best`, a table, checkpoints, a continuation, a plot."""
+    """Run the demo: five compensations, `best`, a table, checkpoints, a continuation, a plot."""
     quieten()
     check_installed("the demo's picture", "'coec[demo]'", "matplotlib")  # before the work
     results.print(
@@ -59,8 +59,8 @@ def run(
     scores: dict[str, Perplexity] = {}
     with showing_progress() as advance, tempfile.TemporaryDirectory() as scratch:
         statistics = collect(MODEL, Path(scratch) / "statistics", **settings).folder
-        repairs = {name: {"compensation": name, "statistics": statistics} for name in METHODS}
-        for method, changes in (repairs | {"best": BEST}).items():
+        compensations = {name: {"compensation": name, "statistics": statistics} for name in METHODS}
+        for method, changes in (compensations | {"best": BEST}).items():
             advance("models", len(scores), len(METHODS) + 1)
             reports[method] = prune(MODEL, out / method, force=True, **settings | changes)
             scores[method] = perplexity(out / method, text, baseline=MODEL, seq_len=SEQ_LEN)
@@ -78,7 +78,7 @@ def run(
 
 
 def _evaluation_text() -> torch.Tensor:
-    """Sample the text of `coec eval --text self`, once for all repairs."""
+    """Sample the text of `coec eval --text self`, once for all compensations."""
     dense: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     return sample_from_model(
         dense.eval(), load_tokenizer(MODEL), samples=WINDOWS, seq_len=SEQ_LEN, seed=EVALUATION_SEED
@@ -86,13 +86,13 @@ def _evaluation_text() -> torch.Tensor:
 
 
 def _check_same_kept(out: Path) -> None:
-    """Raises AssertionError unless all repairs kept the same units, as their comparison needs."""
+    """Raises AssertionError unless all models kept the same units, as their comparison needs."""
     if len({(out / method / KEPT).read_bytes() for method in METHODS}) > 1:
         raise AssertionError(f"not all of {', '.join(METHODS)} kept the same units")
 
 
 def _show(reports: dict[str, Report], scores: dict[str, Perplexity]) -> None:
-    """Print what is left of the dense model's predictions after every repair."""
+    """Print what is left of the dense model's predictions after every compensation."""
     before = next(iter(reports.values())).plan["parameters"]["before"]
     dense = next(iter(scores.values())).baseline_perplexity or float("nan")
     rows = [("(dense)", f"{dense:.2f}", "0", "100 %", f"{before:,}", "")]
@@ -102,8 +102,8 @@ def _show(reports: dict[str, Report], scores: dict[str, Perplexity]) -> None:
             f"{100 * (score.agreement or 0):.1f} %", f"{score.parameters:,}",
             f"{sum(reports[method].seconds.values()):.1f}",
         ))  # fmt: skip
-    results.print("\nfive repairs of the same kept units, and best")
-    heads = ("repair", "perplexity", "KL to dense", "same token", "parameters", "seconds")
+    results.print("\nfive compensations on the same kept units, and best")
+    heads = ("compensation", "perplexity", "KL to dense", "same token", "parameters", "seconds")
     results.print(table(heads, rows))
 
 

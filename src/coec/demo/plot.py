@@ -28,7 +28,7 @@ def draw(reports: Mapping[str, Report], scores: Mapping[str, Perplexity], path: 
 
 
 def picture(reports: Mapping[str, Report], scores: Mapping[str, Perplexity]) -> Any:
-    """Make three panels; in the first two, repairs are sorted from the highest perplexity down."""
+    """Make three panels; the first two are sorted from the highest perplexity down."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -44,7 +44,7 @@ def picture(reports: Mapping[str, Report], scores: Mapping[str, Perplexity]) -> 
 
 
 def _draw_perplexities(axes: Any, scores: Mapping[str, Perplexity]) -> None:
-    """Draw a bar per repair, the worst on top, and the dense model's at the bottom."""
+    """Draw a bar per compensation, the worst on top, and the dense model's at the bottom."""
     values = {method: score.perplexity for method, score in scores.items()}
     dense = next(iter(scores.values())).baseline_perplexity
     if dense is not None:
@@ -61,7 +61,7 @@ def _draw_perplexities(axes: Any, scores: Mapping[str, Perplexity]) -> None:
 
 
 def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
-    """Draw a group of bars per block, so that repairs of equal quality stand side by side."""
+    """Draw a group of bars per block, so that compensations of equal quality stand side by side."""
     errors = {
         method: [row["error_after"] for row in report.sites if row["site"] == SITE]
         for method, report in reports.items()
@@ -73,7 +73,7 @@ def _draw_errors(axes: Any, reports: Mapping[str, Report]) -> None:
         places = [block + offset for block in range(len(errors[method]))]
         axes.bar(places, errors[method], width * 0.92, label=method, color=COLOURS[method])
     blocks = len(next(iter(errors.values())))
-    axes.set(title="What is left to repair in the MLPs", ylabel="relative output error")
+    axes.set(title="Error that compensation leaves in the MLPs", ylabel="relative output error")
     axes.margins(x=0.02, y=0.05)
     _finish(axes, blocks, columns=len(errors))
 
@@ -91,18 +91,19 @@ def _finish(axes: Any, blocks: int, columns: int) -> None:
 
 
 def _draw_reconstruction(axes: Any, report: Report) -> None:
-    """Draw two bars per block: the error behind it when repaired, and when trained too."""
+    """Draw two bars per block: the error behind it when compensated, and when trained too."""
     rows = [row["reconstruction"] for row in report.sites if "reconstruction" in row]
-    repaired = [row["errors"][0] for row in rows]
+    compensated = [row["errors"][0] for row in rows]
     trained = [row["errors"][row["taken"]] for row in rows]
     for heights, label, colour, offset in (
-        (repaired, "repaired", COLOURS["none"], -0.2), (trained, "and trained", COLOURS[BEST], 0.2),
+        (compensated, "compensated", COLOURS["none"], -0.2),
+        (trained, "and trained", COLOURS[BEST], 0.2),
     ):  # fmt: skip
         axes.bar([at + offset for at in range(len(rows))], heights, 0.36, label=label, color=colour)
-    for at, (before, after) in enumerate(zip(repaired, trained, strict=True)):
+    for at, (before, after) in enumerate(zip(compensated, trained, strict=True)):
         axes.annotate(f"−{1 - after / before:.0%}", (at, max(before, after)), ha="center",
                       xytext=(0, 4), textcoords="offset points", fontsize=10)  # fmt: skip
-    windows = report.reconstruction["windows"].replace(" ", "-")
+    windows = report.reconstruction["windows"].replace("held out", "validation")
     axes.set(title="What the training of best wins in every block")
     axes.set(ylabel=f"error of the hidden states, {windows} windows")
     _finish(axes, len(rows), columns=2)

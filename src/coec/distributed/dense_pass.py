@@ -71,8 +71,8 @@ class DistributedPass(DensePass):
         blocks = [b for b in self._dense.layout.blocks if b.index not in skip]
         for number, block in enumerate(blocks):
             sums: Sums = self._sums(block.index)
-            fit, held_out = sums.to(at_hand(self.device)).grams()
-            yield Measured(block, self._dense.tensors(block), fit, held_out)
+            fit, validation = sums.to(at_hand(self.device)).grams()
+            yield Measured(block, self._dense.tensors(block), fit, validation)
             if progress:
                 progress("calibrating", number + 1, len(blocks))
 
@@ -99,7 +99,7 @@ class DistributedPass(DensePass):
         skip: Container[int],
         progress: Progress | None,
     ) -> Iterator[tuple[_Value, str | None]]:
-        """Yield what a function makes of every block, as a task of the cluster, as they finish.
+        """Yield `(function(block), host)` for each block not in `skip`, each a task of the cluster.
 
         Lost work is done again: of a pending block all of it, of a worker's windows what is needed
         to go on. Raises CoecError where work was lost too often.
@@ -117,8 +117,8 @@ class DistributedPass(DensePass):
 
     def _note(self, hosts: Sequence[str], windows: Sequence[tuple[int, ...]]) -> None:
         self._account = [
-            {"host": host, "windows": fit, "held_out": held_out}
-            for host, (fit, held_out) in zip(hosts, windows, strict=True)
+            {"host": host, "windows": fit, "held_out": validation}
+            for host, (fit, validation) in zip(hosts, windows, strict=True)
         ]
 
     def stages(self, index: int, *, oldest: int) -> list[Any]:
@@ -233,8 +233,8 @@ def _compute(
     """Return what a function makes of a block, and the hashes of its weights."""
     block = dense.layout.blocks[index]
     tensors = dense.tensors(block)
-    fit, held_out = sums.to(device).grams()
-    result = function(Measured(block, tensors, fit, held_out))
+    fit, validation = sums.to(device).grams()
+    result = function(Measured(block, tensors, fit, validation))
     return result, {name: dense.hashes[name] for name in tensors}
 
 
@@ -243,24 +243,24 @@ def _fingerprint(folder: Path) -> str:
     return Dense.open(folder).fingerprint
 
 
-def shares(windows: Tensor, held_out: Tensor | None, count: int) -> list[WorkerWindows]:
+def shares(windows: Tensor, validation: Tensor | None, count: int) -> list[WorkerWindows]:
     """Return the windows of every worker: whole batches in a row, at most as many as batches."""
     size = batch_size(windows.shape[1])
     fit_batches = windows.split(size)
-    held_batches = () if held_out is None else held_out.split(size)
+    validation_batches = () if validation is None else validation.split(size)
     # Whole batches: sums then are those of one process, batch by batch.
     count = min(count, len(fit_batches))
     return [
-        (torch.cat(list(fit)), torch.cat(list(held)) if held else None)
-        for fit, held in zip(
-            in_parts(fit_batches, count), in_parts(held_batches, count), strict=True
+        (torch.cat(list(fit)), torch.cat(list(apart)) if apart else None)
+        for fit, apart in zip(
+            in_parts(fit_batches, count), in_parts(validation_batches, count), strict=True
         )
     ]
 
 
 def statistics_bytes(dense: Dense, calibration: Calibration) -> int:
     """Return the bytes of the block whose statistics are largest."""
-    sums_per_site = 2 if calibration.held_out else 1
+    sums_per_site = 2 if calibration.validation else 1
     largest = max(
         sum(site.columns**2 + 2 * site.columns for site in block.sites)
         for block in dense.layout.blocks

@@ -19,7 +19,7 @@ class RayGroup(WorkerGroup):
 
     Args:
         cluster: where they are.
-        windows: to fit on, and held out.
+        windows: those to fit on, and those for validation.
         workers: how many there are, as long as there is room for them.
         dense: the model.
         run: the sizes of the pruned model, and how it is made.
@@ -49,8 +49,8 @@ class RayGroup(WorkerGroup):
         self._pool.begin(len(shards))
 
     def _shards(self, workers: int) -> Sequence[Shard]:
-        fit, held_out = self._cluster.ray.get(self._windows)
-        return shards(fit, held_out, workers)
+        fit, validation = self._cluster.ray.get(self._windows)
+        return shards(fit, validation, workers)
 
     def _check_room(self) -> None:
         """Begin fewer workers where a lost node leaves no room; raises LostError then."""

@@ -102,8 +102,8 @@ class SummingStream:
         self, dense: Dense, windows: WorkerWindows, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._dense, self._device = dense, device
-        fit, held_out = windows
-        self._stream = DenseStream(dense, fit, holdout=held_out, device=device, dtype=dtype)
+        fit, validation = windows
+        self._stream = DenseStream(dense, fit, holdout=validation, device=device, dtype=dtype)
         self._prefetcher = Prefetcher(dense, last=len(dense.layout.blocks) - 1)
         self._before: dict[int, list[State]] = {}
 

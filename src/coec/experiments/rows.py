@@ -147,7 +147,7 @@ class CostOfRow(Record):
 class AnglesOfRow(Record):
     """Mean principal angles between read frames in degrees.
 
-    O is the original on the kept units, P the pruned weight, C the repaired one.
+    O is the original on the kept units, P the pruned weight, C the compensated one.
     """
 
     angle_op: Number | None = None
@@ -156,7 +156,7 @@ class AnglesOfRow(Record):
 
 
 class Module(Record):
-    """Errors and rounds of one repaired module, and the safeguards that fired."""
+    """Errors and rounds of one compensated module, and the safeguards that fired."""
 
     error_after: Number | None = None
     holdout_after: Number | None = None

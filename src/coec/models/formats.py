@@ -172,7 +172,7 @@ def choose_format(
     types = ARCHITECTURES[config["model_type"]].written_as if relabel else (config["model_type"],)
     all_sizes = _written_sizes(config, pruned)
     nas = target == "vllm" and not pruned.uniform
-    judged = target != "hf" and not nas  # what the loader makes of Nemotron-NAS is known
+    checked = target != "hf" and not nas  # what the loader makes of Nemotron-NAS is known
     if nas:
         refusals = [f"not {config['model_type']}: all its blocks have one width"]
         types, all_sizes = (non_uniform.NAS_STOCK,), [pruned]
@@ -185,7 +185,7 @@ def choose_format(
         refusal = refusal or _class_refusal(new)
         stored_type = non_uniform.NAS if nas else model_type
         traits = Traits(stored_type, new, sizes, biased, fewer_blocks)
-        if refusal is None and judged and (verdict := loader.verdict(traits)) != YES:
+        if refusal is None and checked and (verdict := loader.verdict(traits)) != YES:
             refusal = f"{loader.name}: {verdict}"
         if refusal is None:
             name = architecture.class_name

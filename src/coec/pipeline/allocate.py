@@ -26,7 +26,7 @@ from coec.planning import Plan
 from coec.planning.run import Run
 from coec.streaming.dense_stream import Measured
 from coec.streaming.passes import BlockSource
-from coec.streaming.sensitivity import RepairedConsumer, Sensitivity
+from coec.streaming.sensitivity import CompensatedConsumer, Sensitivity
 from coec.types import KeptSet
 
 _PIECE = "importances"
@@ -65,8 +65,8 @@ def measure_importances(
                     importances[site.key], units[site.key] = _importance(measured, site, run)
             if sensitivity is not None:
                 gone = measured.index in plan.dropped
-                repaired = {} if gone else _repaired(measured, units, run)
-                sensitivity.advance(block, tensors, repaired)
+                compensated = {} if gone else _compensated(measured, units, run)
+                sensitivity.advance(block, tensors, compensated)
             if progress:
                 progress("allocating", measured.index + 1, len(dense.layout.blocks))
         # Curves of all sites → heights, measured on the way back through the blocks
@@ -94,7 +94,7 @@ def _importance(measured: Measured, site: Site, run: Run) -> tuple[Tensor, KeptS
     Where they come from a path of removals, also the units that it leaves at the uniform width.
     """
     gram, weight = measured.grams[site.name], measured.tensors[site.weight].to(run.device)
-    if run.recipe.judges_are_fitted and site.name in measured.holdout:
+    if run.recipe.fits_validation and site.name in measured.holdout:
         gram = gram + measured.holdout[site.name]
     with naming(site.consumer):
         gram.check_finite()
@@ -103,9 +103,9 @@ def _importance(measured: Measured, site: Site, run: Run) -> tuple[Tensor, KeptS
         return importance(weight, gram, site.units, run.plan.widths.of(site), site.ranges)
 
 
-def _repaired(
+def _compensated(
     measured: Measured, units: Mapping[str, KeptSet | None], run: Run
-) -> dict[str, RepairedConsumer]:
+) -> dict[str, CompensatedConsumer]:
     """Return the consumers of a block as the uniform plan has them, in the dense shape.
 
     `units` are those that stay, by `Site.key`, where nobody named them.
@@ -122,8 +122,8 @@ def _repaired(
     return consumers
 
 
-def _in_dense_shape(cut: Cut, tensors: dict[str, Tensor]) -> RepairedConsumer:
-    """Return a repaired consumer with its columns where they were."""
+def _in_dense_shape(cut: Cut, tensors: dict[str, Tensor]) -> CompensatedConsumer:
+    """Return a compensated consumer with its columns where they were."""
     assert cut.result is not None
     old, bias = tensors[cut.site.weight], tensors.get(cut.site.bias)
     weight = torch.zeros(old.shape, dtype=cut.result.weight.dtype)
@@ -132,7 +132,7 @@ def _in_dense_shape(cut: Cut, tensors: dict[str, Tensor]) -> RepairedConsumer:
     weight[:, kept] = cut.result.weight.cpu()
     if cut.result.bias is not None:
         bias = with_bias(cut.result.bias.cpu(), bias)
-    return RepairedConsumer(weight, bias)
+    return CompensatedConsumer(weight, bias)
 
 
 def _scaled(curves: Importances, costs: dict[str, float], plan: Plan) -> dict[str, Tensor]:

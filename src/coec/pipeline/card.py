@@ -116,7 +116,7 @@ model = AutoModelFor{kind}.from_pretrained("path/to/this/folder"{trust})
 
 Errors are on the calibration data; they say nothing about other text. Evaluate before use:
 `coec eval THIS_FOLDER --baseline DENSE`.
-{_held_out(report)}
+{_measured(report)}
 ## Recipe
 
 {_recipe(report)}
@@ -138,12 +138,12 @@ def _errors(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _held_out(report: Report) -> str:
-    """Return the perplexities that a run measured itself, on windows that judged candidates."""
+def _measured(report: Report) -> str:
+    """Return the perplexities that a run measured itself, on its validation windows."""
     facts = report.reconstruction
     if not facts.get("perplexity") or not facts.get("dense"):
         return ""
-    windows = f"{facts['windows'].replace(' ', '-')} windows of the calibration"
+    windows = f"{facts['windows'].replace('held out', 'validation')} windows of the calibration"
     pruned, dense, seq_len = facts["perplexity"], facts["dense"], report.calibration["seq_len"]
     divergence = "–" if facts.get("kl") is None else f"{facts['kl']:.4f}"
     return f"""
@@ -162,15 +162,15 @@ def _recovered(report: Report) -> str:
         return ""
     lines = ["", "## Recovered", "", "The errors above are those before this training.", ""]
     for record in report.recoveries:
-        judged = record["held_out"]
-        gain = f"KL to the dense model {judged['before']:.4f} → {judged['after']:.4f}"
+        validation = record["held_out"]
+        gain = f"KL to the dense model {validation['before']:.4f} → {validation['after']:.4f}"
         if not record["improved"]:
-            gain = f"KL to the dense model {judged['before']:.4f}, which no state was below"
+            gain = f"KL to the dense model {validation['before']:.4f}, which no state was below"
         weights = f"additions of rank {record['lora']}" if record["lora"] else "all weights"
         lines.append(
             f"- {weights}, {record['tokens']:,} tokens of `{record['text']['source']}` "
-            f"({record['passes']:.2g} passes): {gain} on {judged['windows']} windows of "
-            f"{record['seq_len']:,} tokens that were not trained on"
+            f"({record['passes']:.2g} passes): {gain} on {validation['windows']} "
+            f"validation windows of {record['seq_len']:,} tokens"
         )
     record = report.recoveries[-1]
     flags = {name: record.get(name) for name in _TRAINED_WITH}

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from coec.calibration.windows import with_judges
+from coec.calibration.windows import with_validation
 from coec.devices import computed_by
 from coec.distributed.backend import open_backend
 from coec.errors import OutputError
@@ -18,7 +18,7 @@ from coec.settings.typed import PruningSettings
 from coec.streaming.passes import DensePass, expect_unchanged
 from coec.streaming.statistics import (
     FIT,
-    HELD_OUT,
+    VALIDATION,
     Statistics,
     block_file,
     finish,
@@ -44,7 +44,7 @@ def collect(
     Args:
         model: a folder with config.json and safetensors, or a hub name.
         out: the folder to make: `8 Σ d²` bytes per block, d the columns of each consumer.
-        recipe: or its settings; only those of the calibration matter. No window is held out where
+        recipe: or its settings; only those of the calibration matter. No window is set aside where
             neither `holdout` nor a preset says so.
         restart: begin anew where an unfinished run was asked for something else.
         progress: called with (phase, done, total).
@@ -58,9 +58,9 @@ def collect(
     recipe = Recipe.or_of(recipe, settings)
     out = _free(out)
     dense = Dense.open(model)
-    calibration = with_judges(recipe.calibration, dense)
+    calibration = with_validation(recipe.calibration, dense)
     recipe = replace(recipe, calibration=calibration)
-    sums_per_site = 2 if calibration.held_out else 1
+    sums_per_site = 2 if calibration.validation else 1
     # A float64 matrix for every site and kind of windows; a hundredth and 16 MB for all else.
     size = 8 * sums_per_site * sum(site.columns**2 for site in dense.layout.sites)
     check_space(out, int(size * 1.01) + 2**24)
@@ -86,7 +86,7 @@ def _collect(
     if progress and pieces.resumed:
         progress(f"{RESUMING} blocks", len(finished), len(dense.layout.blocks))
     for measured in source.blocks(finished, progress):
-        grams = {FIT: measured.grams, HELD_OUT: measured.holdout}
+        grams = {FIT: measured.grams, VALIDATION: measured.holdout}
         name, digests = block_file(measured.index), dense.digests_of([measured.block])
         pieces.put(name, pieces.new / name, partial(write_grams, grams=grams), made_of=digests)
     # Checked before the record that makes the folder complete: all blocks are of one model.

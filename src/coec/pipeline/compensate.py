@@ -1,4 +1,4 @@
-"""Repair what another program pruned: which units it kept is inferred, the rest is `prune`."""
+"""Compensate for what another program removed: kept units are inferred, the rest is `prune`."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -90,7 +90,7 @@ def compensate_pruned(
     progress: Progress | None = None,
     **settings: Unpack[PruningSettings],
 ) -> Report:
-    """Repair a model that another program pruned: its units, our compensation.
+    """Compensate a model that another program pruned: its units, our weights.
 
     The dense model is pruned to the units that are left in the other (`infer_kept`), as `prune`
     does it, with any compensation, preset or reconstruction. Of the other model nothing else is

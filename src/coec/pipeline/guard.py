@@ -18,24 +18,24 @@ TRUSTED = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Judge:
-    """Statistics that judge the compensation of one site; all tensors are float64, on one device.
+class Guard:
+    """Statistics that check the compensation of one site; all tensors are float64, on one device.
 
     Attributes:
         weight: `W₀`.
         kept: the kept columns.
         gram: the statistics that the compensation is fitted on.
-        held_out: statistics of validation windows; None where there are none.
-        target, held_out_target: the weight whose outputs are wanted on either, where it is not W₀
-            (`SiteProblem.aim`).
+        validation: statistics of validation windows; None where there are none.
+        target, validation_target: the weight whose outputs are the aim on either, where it is not
+            W₀ (`SiteProblem.aim`).
     """
 
     weight: Float[Tensor, "m d"]
     kept: KeptSet
     gram: Gram
-    held_out: Gram | None = None
+    validation: Gram | None = None
     target: Float[Tensor, "m d"] | None = None
-    held_out_target: Float[Tensor, "m d"] | None = None
+    validation_target: Float[Tensor, "m d"] | None = None
 
     @property
     def trust(self) -> float:
@@ -48,48 +48,49 @@ class Judge:
         return few(self.gram.tokens, len(self.kept.indices))
 
     def guarded(
-        self, result: SiteResult, judged: Callable[[], SiteResult], *, unjudged: float, windows: int
+        self, result: SiteResult, tried: Callable[[], SiteResult], *, untried: float, windows: int
     ) -> SiteResult:
         """Return a compensation from few tokens, drawn back to the slice by its validation error.
 
         Args:
-            result: the repair.
-            judged: returns the repair that held-out windows judge, which is not fitted on them.
-            unjudged: share of the repair that is followed where no window is held out.
+            result: the compensation.
+            tried: returns the compensation that is tried on the validation windows, fitted without
+                them.
+            untried: share of the compensation that is followed where there are none.
             windows: number of calibration windows.
         """
         errors: dict[str, float] = {}
-        if self.held_out is not None:
-            held_out = self.held_out, self.held_out_target
+        if self.validation is not None:
+            validation = self.validation, self.validation_target
             # θ is found for a compensation that did not see the validation windows.
-            share = best_share(self.weight, self.kept, judged(), *held_out)
+            share = best_share(self.weight, self.kept, tried(), *validation)
             errors = {"holdout_before": share.before, "holdout_after": share.after}
-            value, by = share.value, "by held-out error"
+            value, by = share.value, "by its validation error"
         else:
-            value, by = unjudged, "as no held-out window judges it"
+            value, by = untried, "without validation windows"
         diagnostics = {**result.diagnostics, **errors, "followed": value}
         if value < 1:
             record(
-                f"few tokens: the repair is drawn back towards the slice, {by}; "
-                f"{enough(windows, self.gram.tokens, self.kept.size)} windows would do"
+                f"few tokens: the compensation is shrunk towards plain slicing, {by}; "
+                f"use {enough(windows, self.gram.tokens, self.kept.size)} windows or more"
             )
             result = drawn_back(self.weight, self.kept, result, value)
         return replace(result, diagnostics=diagnostics)
 
-    def with_held_out_errors(self, result: SiteResult) -> SiteResult:
-        """Return the repair with the slice's and its own error on the held-out windows."""
-        if self.held_out is None:
+    def with_validation_errors(self, result: SiteResult) -> SiteResult:
+        """Return the compensation with the slice's and its own validation error."""
+        if self.validation is None:
             return result
         before, after = relative_errors(
-            self.weight, self.held_out, self.kept, result, target=self.held_out_target
+            self.weight, self.validation, self.kept, result, target=self.validation_target
         )
         errors = {"holdout_before": before, "holdout_after": after}
         return replace(result, diagnostics={**result.diagnostics, **errors})
 
     def as_written(self, result: SiteResult, dtype: torch.dtype, *, checked: bool) -> SiteResult:
-        """Return the repair with the slice's and its own error, of weights as they are written.
+        """Return the compensation with the slice's and its own error, of weights as written.
 
-        Where it is `checked`, the slice replaces a repair whose error lies above the slice's.
+        Where it is `checked`, the slice replaces a compensation whose error lies above the slice's.
         """
 
         def rounded(tensor: Tensor) -> Tensor:

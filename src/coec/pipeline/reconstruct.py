@@ -11,13 +11,13 @@ import math
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.calibration.windows import held_out
+from coec.calibration.windows import validation_count
 from coec.compensation.shrinkage import few
 from coec.distributed.cluster import RETRIES, LostError, lost
 from coec.errors import NumericalError
@@ -71,8 +71,8 @@ class Ending:
 
     Attributes:
         norm: the final norm's weight, where it is changed.
-        facts: scores on held-out windows, JSON-ready; none without such windows, unless the final
-            norm is judged, by those fitted on.
+        facts: scores on validation windows, JSON-ready. Without such windows there are none, unless
+            the final norm is rescaled: scores are then those on the windows fitted on.
     """
 
     norm: Float[Tensor, " h"] | None
@@ -152,7 +152,7 @@ class BlockReconstruction:
     def __init__(self, dense: Dense, run: Run, group: WorkerGroup) -> None:
         self._dense, self._run, self._group = dense, run, group
         self._settings = run.recipe.reconstruction
-        self._held_out = bool(run.recipe.calibration.held_out)
+        self._validates = bool(run.recipe.calibration.validation)
         self._pruned = Description.of(run.plan.output.config)
         self._pruned_sites = {site.key: site for site in self._pruned.layout.sites}
 
@@ -218,12 +218,12 @@ class BlockReconstruction:
         raise AssertionError
 
     def _end(self, progress: Progress | None) -> Ending:
-        if not (self._held_out or self._settings.final_norm):
+        if not (self._validates or self._settings.final_norm):
             # How well windows are predicted that were fitted on says nothing of others: on a real
             # model their KL was less than half of what it was elsewhere (docs/lab/LOG.md).
             return Ending(None, {})
         facts = {
-            "windows": "held out" if self._held_out else "fitted",
+            "windows": "held out" if self._validates else "fitted",
             "dense": self._score(progress, dense=True).perplexity,
         }
         plain = self._score(progress)
@@ -247,9 +247,9 @@ class BlockReconstruction:
     ) -> Prediction:
         """Return how well a model predicts, the pruned one maybe with another final norm."""
         calibration, length = self._run.recipe.calibration, self._run.plan.seq_len
-        judging = held_out(calibration.samples, calibration.held_out)
-        windows: WindowKind = "held" if judging else "fit"
-        count, sums = judging or calibration.samples, Prediction()
+        validation = validation_count(calibration.samples, calibration.validation)
+        windows: WindowKind = "validation" if validation else "fit"
+        count, sums = validation or calibration.samples, Prediction()
         for batch in self._group.each(TwoStreams.predict, windows, norm, dense):
             sums.add(batch)
             if progress:
@@ -275,8 +275,8 @@ class BlockReconstruction:
     def _measured(self, block: BlockLayout, tensors: dict[str, Tensor]) -> Measured:
         """Return a block with the statistics of all its sites in the dense model."""
         sums = Sums()
-        kinds: dict[WindowKind, dict[str, GramSum]] = {"fit": sums.fit, "held": sums.held}
-        for windows, totals in kinds.items():
+        for windows in get_args(WindowKind):
+            totals: dict[str, GramSum] = getattr(sums, windows)
             for part in self._group.each(TwoStreams.measure_block, windows):
                 for name, total in part.items():
                     if name not in totals:
@@ -308,9 +308,9 @@ class BlockReconstruction:
         Whoever solves the block trains it, on windows that the workers send: its weights change
         with every step, their hidden states do not.
         """
-        run, settings = self._run, self._settings
-        examples = [*self._group.each(TwoStreams.examples, "fit")]
-        judges = [*self._group.each(TwoStreams.examples, "held")] if self._held_out else []
+        run, settings, each = self._run, self._settings, self._group.each
+        examples = [*each(TwoStreams.examples, "fit")]
+        validation = [*each(TwoStreams.examples, "validation")] if self._validates else []
         layers = Layers(self._pruned, device=run.device, dtype=run.forward)
         wide = torch.promote_types(run.forward, torch.float32)
         plain = Training(
@@ -334,7 +334,7 @@ class BlockReconstruction:
                     trained = train_block(
                         layers.function(block),
                         {name: tensor.to(run.device, wide) for name, tensor in tensors.items()},
-                        examples, judges, training,
+                        examples, validation, training,
                     )  # fmt: skip
                     if trained.taken:
                         tensors = {n: cast(p, run.written, n) for n, p in trained.theta.items()}
@@ -355,7 +355,7 @@ class BlockReconstruction:
         return last and bool(self._settings.prediction_passes)
 
     def _load(self, block: BlockLayout, site: Site, written: Mapping[str, Tensor]) -> None:
-        """Give the pruned model's layer what the half of a site needs."""
+        """Give the pruned model's layer the tensors that a sublayer needs."""
         foreign = {name for s in block.sites if s.name != site.name for name in s.tensors}
         tensors = {name: tensor for name, tensor in written.items() if name not in foreign}
         # Biases of a format that has them everywhere, where nobody computed any.
@@ -385,12 +385,12 @@ class BlockReconstruction:
         than elsewhere and better foreseen by the inputs, the more so with every block.
         """
         gram, target = self._gram_and_target(number, site, tensors, "fit", share=_CARRIED)
-        held_out, held_out_target = None, None
+        validation, aim = None, None
         columns = self._pruned_sites[site.key].columns
         guarded = self._run.recipe.calibration.guard and few(gram.tokens, columns)
-        if self._held_out and guarded:
-            held_out, held_out_target = self._gram_and_target(number, site, tensors, "held")
-        return SiteStatistics(gram, held_out, target, held_out_target)
+        if self._validates and guarded:
+            validation, aim = self._gram_and_target(number, site, tensors, "validation")
+        return SiteStatistics(gram, validation, target, aim)
 
     def _gram_and_target(
         self,
@@ -414,7 +414,8 @@ class BlockReconstruction:
         scale = float(sums.scale)
         factor = float(sums.added) / scale if scale > 0 else 1.0
         residual = sums.residual.to(gram.xx) / (factor or 1.0)
-        if windows == "held":  # weights have mean 1 over the windows fitted on, in a Gram its own
+        # Weights of tokens have mean 1 over the windows fitted on; in a Gram, over its own.
+        if windows == "validation":
             residual *= gram.tokens / total_weight
         change = share * solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
         return gram, weight + change

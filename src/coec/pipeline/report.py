@@ -30,7 +30,7 @@ class Report:
         calibration: where the windows came from, with digests.
         sites: one entry per block and site.
         reconstruction: where the pruned model was run beside the dense one: how well every
-            candidate predicts the held-out windows, and which was chosen.
+            candidate predicts the validation windows, and which was chosen.
         seconds: wall-clock time by phase.
         environment: versions and device.
         origin: what the dense model is called, and what its card says of licence and language.
@@ -67,11 +67,11 @@ class Report:
         before, after = (self.plan["parameters"][when] for when in ("before", "after"))
         rows = [("folder", self.out), ("parameters", f"{before:,} → {after:,}")]
         for kind in self.kinds:
-            pruned, repaired = self.mean_errors(kind)
-            rows.append((f"{kind} error", f"{pruned:.4f} → {repaired:.4f}"))
+            sliced, compensated = self.mean_errors(kind)
+            rows.append((f"{kind} error", f"{sliced:.4f} → {compensated:.4f}"))
         for recovery in self.recoveries:
-            judged = recovery["held_out"]
-            rows.append(("KL after training", f"{judged['before']:.4f} → {judged['after']:.4f}"))
+            kl = recovery["held_out"]
+            rows.append(("KL after training", f"{kl['before']:.4f} → {kl['after']:.4f}"))
         return rows
 
     def as_dict(self) -> JsonDict:
@@ -96,7 +96,8 @@ class Report:
     def mean_errors(self, site: str, *, held_out: bool = False) -> tuple[float, float]:
         """Return the mean relative error before and after compensation over a site's blocks.
 
-        On the windows fitted on, or on those held out; 0 where no block has any.
+        On the windows fitted on, or with `held_out` on the validation windows; 0 where no block has
+        any.
         """
         measure = "holdout" if held_out else "error"
         # Rows without an error kept everything, or had no tokens.

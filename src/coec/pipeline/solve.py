@@ -16,7 +16,7 @@ from coec.events import record, recording
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cut_block, value_rows, without_experts
-from coec.pipeline.guard import Judge
+from coec.pipeline.guard import Guard
 from coec.planning import Plan
 from coec.planning.run import Run
 from coec.selection import (
@@ -97,7 +97,7 @@ def _kept_experts(measured: Measured, run: Run) -> tuple[KeptSet | None, dict[st
     if keep is None or not names:
         return None, {}
     windows = [measured.grams]
-    if run.recipe.judges_are_fitted and measured.holdout:
+    if run.recipe.fits_validation and measured.holdout:
         windows.append(measured.holdout)
     grams = [[sums[name] for sums in windows] for name in names]
     scores = expert_scores(grams)
@@ -115,15 +115,15 @@ class SiteStatistics:
 
     Attributes:
         gram: over the windows fitted on; taken out when it is used, as it is large.
-        held_out: over held-out windows; None where there are none.
+        validation: over the validation windows; None where there are none.
         target: as in `compensate`; None where the inputs are the dense model's.
-        held_out_target: the target over the held-out windows.
+        validation_target: the target over the validation windows.
     """
 
     gram: Gram | None
-    held_out: Gram | None = None
+    validation: Gram | None = None
     target: Tensor | None = None
-    held_out_target: Tensor | None = None
+    validation_target: Tensor | None = None
 
 
 @contextmanager
@@ -215,14 +215,14 @@ def _solve_site(
     # Taken out of its holder, so that the Gram is freed as soon as this site is solved.
     fitted, statistics.gram = statistics.gram, None
     assert fitted is not None
-    held_out = statistics.held_out
-    if held_out is not None and not held_out.tokens:
-        held_out = None
+    validation = statistics.validation
+    if validation is not None and not validation.tokens:
+        validation = None
     fitted.check_finite()
-    if held_out is not None:
-        held_out.check_finite()
+    if validation is not None:
+        validation.check_finite()
     # Validation windows are fitted on too, unless the user or a reconstruction holds them out.
-    gram = fitted + held_out if held_out is not None and plan.recipe.judges_are_fitted else fitted
+    gram = fitted + validation if validation is not None and plan.recipe.fits_validation else fitted
     facts: JsonDict = {"top_token_energy": gram.top_token_energy}
     # Statistics → kept units
     with recording() as events:
@@ -239,13 +239,13 @@ def _solve_site(
         result = compensate(weight, gram, kept, method="none")
         unknown = {**facts, **result.diagnostics, **dict.fromkeys(ERRORS)}
         return Cut(site, units, result), {**unknown, "events": [*events, UNSEEN]}
-    # Kept units and statistics → W̃, drawn back where tokens are few → its errors as written
+    # Kept units and statistics → W̃, shrunk where tokens are few → its errors as written
     with recording() as later:
         method, options = run.recipe.method, run.recipe.pruning.options
         values = value_rows(tensors, site, units) if "value" in method.needs else None
-        judge = Judge(
+        guard = Guard(
             weight.to(gram.x), KeptSet(kept.indices.to(gram.x.device), kept.size), gram,
-            held_out, statistics.target, statistics.held_out_target,
+            validation, statistics.target, statistics.validation_target,
         )  # fmt: skip
 
         def compensated(sums: Gram) -> SiteResult:
@@ -254,42 +254,42 @@ def _solve_site(
                 target=statistics.target, solve_dtype=run.solve, **options,
             )  # fmt: skip
 
-        result = _judged(compensated, judge, fitted, site, run)
+        result = _guarded(compensated, guard, fitted, site, run)
         by_name = isinstance(run.recipe.pruning.compensation, str)
-        result = judge.as_written(result, written, checked=by_name)
+        result = guard.as_written(result, written, checked=by_name)
     events = list(dict.fromkeys([*events, *result.diagnostics.get("events", []), *later]))
     return Cut(site, units, result), {**facts, **result.diagnostics, "events": events}
 
 
-def _judged(
+def _guarded(
     compensated: Callable[[Gram], SiteResult],
-    judge: Judge,
+    guard: Guard,
     fitted: Gram,
     site: Site,
     run: Run,
 ) -> SiteResult:
-    """Return the compensated consumer, drawn back to the slice where tokens are few.
+    """Return the compensated consumer, shrunk towards the slice where tokens are few.
 
     Args:
         compensated: returns the compensation fitted on a Gram.
-        judge: with the Gram that it is fitted on in the end.
-        fitted: the part of that Gram which held-out windows may judge.
+        guard: with the Gram that it is fitted on in the end.
+        fitted: the Gram of the windows fitted on alone; for a trial on the validation windows.
         site: of the consumer.
         run: how it is made.
     """
     recipe, method = run.recipe, run.recipe.method
-    # Fitted on every window that may be; validation windows judge the one fitted on `fitted`.
-    result = compensated(judge.gram)
-    if recipe.calibration.guard and judge.few:
-        all_fitted = judge.gram is fitted
-        unjudged = 1.0 if method.shrinks else judge.trust
-        return judge.guarded(
+    # Fitted on every window that may be; what validation windows try is fitted on `fitted`.
+    result = compensated(guard.gram)
+    if recipe.calibration.guard and guard.few:
+        all_fitted = guard.gram is fitted
+        untried = 1.0 if method.shrinks else guard.trust
+        return guard.guarded(
             result,
             (lambda: result) if all_fitted else (lambda: compensated(fitted)),
-            unjudged=unjudged if site.routed else 0.0,
+            untried=untried if site.routed else 0.0,
             windows=recipe.calibration.samples,
         )
-    return judge.with_held_out_errors(result) if judge.gram is fitted else result
+    return guard.with_validation_errors(result) if guard.gram is fitted else result
 
 
 def _kept(site: Site, weight: Tensor, sums: Gram, plan: Plan) -> KeptSet:

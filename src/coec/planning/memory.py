@@ -170,8 +170,8 @@ def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, in
     entries, solve = int(matrices * widest.columns**2), compute.solve.itemsize if iterative else 8
     grams = _grams(plan, waiting)
     return {
-        # Where windows that judge are fitted on in the end, the sum of both kinds as well.
-        "Grams": grams + grams // 2 if plan.recipe.judges_are_fitted else grams,
+        # Where validation windows are fitted on in the end, the sum of both kinds as well.
+        "Grams": grams + grams // 2 if plan.recipe.fits_validation else grams,
         "weight": plan.model.shapes[widest.weight].numel() * (compute.stored.itemsize + 8),
         "solver": entries * solve,
         "decomposition": entries * (8 - solve),  # in float64, on the host where the device is full
@@ -179,11 +179,11 @@ def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, in
 
 
 def _grams(plan: Plan, sites: Iterable[Site]) -> int:
-    """Sum bytes of the Grams of one block's sites in float64, held-out windows included."""
+    """Sum bytes of the Grams of one block's sites in float64, validation windows included."""
     squares: Counter[int] = Counter()
     for site in sites:
         squares[site.block] += site.columns**2
-    return 8 * max(squares.values()) * (2 if plan.recipe.calibration.held_out else 1)
+    return 8 * max(squares.values()) * (2 if plan.recipe.calibration.validation else 1)
 
 
 def _streams(plan: Plan) -> int:

@@ -21,9 +21,9 @@ def notes_of(
     if why := recipe.reconstruction.left_out:
         fits = "reconstruct" in PRESETS[recipe.reconstruction.preset].settings
         yield (
-            f"blocks are not trained, and {recipe.method.name} alone repairs them: {why}"
+            f"blocks are not trained, and only {recipe.method.name} compensates: {why}"
             if fits and not recipe.reconstruction.reconstruct
-            else f"repairs are for the inputs that the dense model has: {why}"
+            else f"compensations are for the dense model's inputs: {why}"
         )
     # Experts: widths that transformers runs all at once, and those that it does not
     for site in model.layout.kinds:
@@ -67,14 +67,13 @@ def _calibration(model: Description, recipe: Recipe, seq_len: int, decided: bool
             "calibration text; these are uniform ones of as many parameters"
         )
     if calibration.samples == 1 and recipe.reconstruction.sequential:
-        yield "one window holds none out: blocks are judged by the window that they are trained on"
+        yield "one window leaves none for validation: training is measured on its own window"
     tokens, widest = _fitted_on(model, recipe, seq_len)
     if pruning.compensation != "none" and calibration.guard and few(tokens, widest):
-        by = "by held-out error" if calibration.held_out else "as no window judges them"
+        by = "" if calibration.validation else ", without validation windows"
         yield (
-            f"few tokens: {tokens:,.0f} for up to {widest:,} columns; repairs are drawn back "
-            f"towards the slice, {by}; "
-            f"{enough(calibration.samples, tokens, widest)} windows would do"
+            f"only {tokens:,.0f} tokens for {widest:,} columns: compensations are shrunk towards "
+            f"plain slicing{by}; use {enough(calibration.samples, tokens, widest)} windows or more"
         )
 
 
@@ -92,7 +91,7 @@ def _more_text(model: Description, recipe: Recipe, seq_len: int) -> Iterator[str
 def _fitted_on(model: Description, recipe: Recipe, seq_len: int) -> tuple[float, int]:
     """Number of tokens that compensations are fitted on, and columns of the widest consumer."""
     calibration = recipe.calibration
-    fitted = 1.0 if recipe.judges_are_fitted else 1.0 - calibration.held_out
+    fitted = 1.0 if recipe.fits_validation else 1.0 - calibration.validation
     widest = max(site.columns for site in model.layout.sites)
     return fitted * calibration.samples * seq_len, widest
 
@@ -106,7 +105,7 @@ def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]
             "is less than one"
         )
     if widths.experts is not None:
-        yield "nothing repairs the loss of whole experts, and the errors of sites leave it out"
+        yield "nothing compensates the loss of whole experts, and the errors of sites leave it out"
     # Each kind of site by its usual width: what quantisers add, and where nothing goes
     costs: list[str] = []
     for site in model.layout.kinds:

@@ -88,8 +88,8 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
         predictions = passes * (last + 4 * _head(plan, plan.tokens))
         add("training on predictions", (*_FIT, "logits"), predictions)
     if settings.sequential:
-        judges = plan.tokens * (calibration.held_out or 1)
-        add("predicting", _PREDICT, (4 + 2 * settings.final_norm) * _head(plan, judges))
+        validation = plan.tokens * (calibration.validation or 1)
+        add("predicting", _PREDICT, (4 + 2 * settings.final_norm) * _head(plan, validation))
     add("writing", (*_PROCESS, "shard"))
     return phases
 

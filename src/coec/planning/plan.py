@@ -24,7 +24,7 @@ from coec.settings.parts import AttentionUnits
 from coec.streaming.statistics import Statistics
 
 TRIED_TOKENS = 8192
-"""Tokens on which candidates are compared, besides those held out."""
+"""Tokens on which candidates are compared, besides those of the validation windows."""
 TRIED_SHARE, TRIED_BLOCKS = 0.25, 4
 """Share of the blocks that are pruned where candidates are compared, and the fewest of them."""
 _PLURALS = {"expert": "experts"}
@@ -85,7 +85,7 @@ class Plan:
     def candidates(
         cls, model: Description, recipe: Recipe, statistics: Statistics | None = None
     ) -> dict[str, "Plan"]:
-        """Plans among which held-out windows choose, by name; mostly there is one.
+        """Plans among which validation windows choose, by name; mostly there is one.
 
         Raises:
             ModelError, OptionError: as in `of`.
@@ -378,7 +378,7 @@ def tried_blocks(layers: int) -> list[int]:
 
 
 def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
-    """Names of the rules for the number of KV groups, of which held-out windows choose one."""
+    """Names of the rules for the number of KV groups, of which validation windows choose one."""
     rule, kept = recipe.reconstruction.kv_groups, recipe.kept
     groups_given = kept is not None and any(s.key in kept.units for s in layout.sites if s.value)
     if groups_given and rule != "all":

@@ -63,7 +63,7 @@ class Recipe:
 
     Attributes:
         calibration: all that statistics depend on.
-        pruning: what is removed, and how the rest is repaired.
+        pruning: what is removed, and how that is compensated.
         reconstruction: how the pruned model is brought nearer to the dense one besides.
         runtime: where it is done, by which results differ as rounding does.
         given: names of the settings that the user gave: a preset's default may yield to a model or
@@ -115,14 +115,14 @@ class Recipe:
             _rehearse(self)
 
     def _check_reconstruction(self) -> None:
-        """Raise OptionError where its settings have no effect, or need windows held out."""
+        """Raise OptionError where its settings have no effect, or need validation windows."""
         settings = self.reconstruction.record()
         for name, why in self.reconstruction.idle().items():
             if settings[name] != _RECONSTRUCTION[name]:
                 raise without_effect(name, why)
         if settings["kv_groups"] == "held-out" and not self.calibration.holdout:
             raise OptionError(
-                "kv_groups = held-out needs windows that are held out: set holdout, say 0.125"
+                "kv_groups = held-out needs validation windows: set holdout, say to 0.125"
             )
 
     @property
@@ -140,12 +140,12 @@ class Recipe:
         return self.reconstruction.sequential or (allocation if runs_models else None)
 
     @property
-    def judges_are_fitted(self) -> bool:
-        """True where the windows that judge the compensations are fitted on in the end.
+    def fits_validation(self) -> bool:
+        """True where compensations are fitted on their validation windows too, in the end.
 
-        False where the user holds them out, and where they judge the reconstruction too.
+        False where the user sets them aside, and where they validate the reconstruction too.
         """
-        return bool(self.calibration.judging) and not self.reconstruction.sequential
+        return bool(self.calibration.guard_share) and not self.reconstruction.sequential
 
     @classmethod
     def or_of(cls, recipe: "Recipe | None", settings: PruningSettings) -> "Recipe":

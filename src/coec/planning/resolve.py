@@ -6,7 +6,7 @@ plan says why. A setting that the user gave is never left out: it is refused.
 
 from dataclasses import replace
 
-from coec.calibration.windows import few_tokens, source_digest, window_length, with_judges
+from coec.calibration.windows import few_tokens, source_digest, window_length, with_validation
 from coec.devices import DTYPES, stored_dtype
 from coec.errors import OptionError
 from coec.models.description import Description
@@ -51,8 +51,8 @@ def resolve(recipe: Recipe, model: Description, statistics: Statistics | None = 
         )
     if recipe.reconstruction.preset == "fast" and few_tokens(recipe.calibration, model):
         recipe = _without_fits(recipe, "tokens are few")
-    # Windows that judge, where tokens are few; the dtype of sums, where blocks are trained
-    calibration = with_judges(recipe.calibration, model)
+    # Validation windows, where tokens are few; the dtype of sums, where blocks are trained
+    calibration = with_validation(recipe.calibration, model)
     calibration = replace(calibration, summed=bool(recipe.reconstruction.reconstruct))
     recipe = replace(recipe, calibration=calibration)
     if recipe.kept is not None:
@@ -87,8 +87,8 @@ def with_statistics(recipe: Recipe, model: Description, statistics: Statistics) 
         agreed["seq_len"] = window_length(calibration, model)
     statistics.check(agreed)
     collected = Calibration.of(statistics.settings)
-    judging = statistics.made_with["judging"]
-    return replace(recipe, calibration=replace(collected, judging=judging))
+    guard_share = statistics.made_with["judging"]
+    return replace(recipe, calibration=replace(collected, guard_share=guard_share))
 
 
 def _without_fits(recipe: Recipe, why: str) -> Recipe:

@@ -33,7 +33,7 @@ class Run:
     """Resolved pruning: plans, device and dtypes.
 
     Attributes:
-        candidates: the plans among which held-out windows choose, by name; mostly there is one.
+        candidates: the plans among which validation windows choose, by name; mostly there is one.
         device: where to compute.
         forward: dtype of the forward passes.
         solve: dtype of the iterations of a compensation.
@@ -193,8 +193,8 @@ def _advice(plan: Plan, compute: ComputeConfig, sizes: dict[str, int]) -> str:
         return ", or set ".join(["calibrate on a text, not on self", *settings])
     if largest == "solver" and compute.solve == torch.float64:
         settings.insert(0, "solve_dtype = float32")
-    elif largest in ("statistics", "Grams") and calibration.held_out:
-        settings.insert(0, "guard = false" if calibration.judging else "holdout = 0")
+    elif largest in ("statistics", "Grams") and calibration.validation:
+        settings.insert(0, "guard = false" if calibration.guard_share else "holdout = 0")
     return f"set {', or '.join(settings)}" if settings else "take a machine with more memory"
 
 
@@ -206,7 +206,7 @@ class Forecast:
         phases: with their memory and operations.
         output: bytes of the pruned model.
         partial: largest number of bytes of unfinished work beside it.
-        alternatives: the other plans among which held-out windows choose, by name.
+        alternatives: the other plans among which validation windows choose, by name.
     """
 
     phases: tuple[Phase, ...]

@@ -53,8 +53,8 @@ class Training:
         passes: over the examples.
         rate: learning rate, relative to the size of a matrix.
         seed: draws the order of the examples in every pass.
-        written: dtype to which the weights are rounded before they are judged.
-        ends_when_worse: end with a pass that leaves the windows that judge worse than the start.
+        written: dtype to which the weights are rounded before their error is measured.
+        ends_when_worse: end with a pass that leaves the validation error above the start's.
     """
 
     objective: Objective
@@ -92,11 +92,10 @@ class TrainedBlock:
     """Result of the training of a block.
 
     Attributes:
-        theta: the weights of lowest error on the windows that judge; the start is one of the
-            candidates.
+        theta: the weights of lowest validation error; the start is one of the candidates.
         taken: number of passes after which they were; 0 for the start.
         fitted: mean of the objective over each pass's steps.
-        errors: the objective at the start and behind every pass, on the windows that judge.
+        errors: the objective at the start and behind every pass, on the validation windows.
     """
 
     theta: Theta
@@ -113,21 +112,21 @@ def train_block(
     block: Callable[[Theta, Float[Tensor, "n length h"]], Float[Tensor, "n length h"]],
     start: Theta,
     examples: Sequence[Example],
-    judges: Sequence[Example],
+    validation: Sequence[Example],
     training: Training,
 ) -> TrainedBlock:
     """Minimise an objective over all weights of a block by AdamW, and take the best state.
 
     The rate of every weight matrix is `rate` times the root mean square of its entries at the
     start, after a short warm-up falling linearly to 0: a matrix then moves by a share of its size,
-    whatever that is, and one that is 0 stays. The windows that judge decide behind every pass,
-    or those trained on where there are none. A training that diverges ends there.
+    whatever that is, and one that is 0 stays. The state of lowest validation error is taken, or of
+    lowest error on the windows trained on where there are no others. A training that diverges ends.
 
     Args:
         block: `(θ, h) → f_θ(h)`, differentiable in θ.
         start: the weights, on the device that computes.
         examples: the windows trained on; each is run once in a pass, in an order drawn anew.
-        judges: windows that are not trained on.
+        validation: windows that are not trained on.
         training: objective, passes and rate.
 
     Raises:
@@ -148,19 +147,20 @@ def train_block(
         optimiser, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
     )
 
-    def judged(at: Theta) -> float:
-        # What is judged is what will be written: the rounding to the output dtype included.
+    def validation_error(at: Theta) -> float:
+        # What is measured is what will be written: the rounding to the output dtype included.
         rounded = {name: p.detach().to(training.written).to(p.dtype) for name, p in at.items()}
-        total, tokens = torch.zeros((), dtype=torch.float64, device=device), 0
+        windows, tokens = validation or examples, 0
+        total = torch.zeros((), dtype=torch.float64, device=device)
         with torch.no_grad():
-            for batch in _batches(judges or examples, range(len(judges or examples)), size, device):
+            for batch in _batches(windows, range(len(windows)), size, device):
                 outputs = block(rounded, batch.inputs)
                 total += objective(outputs, batch.targets, batch.weights)
                 tokens += batch.weights.numel()
         return float(total) / tokens
 
     # Candidates are the start and the state behind every pass.
-    errors, fitted = [judged(theta)], list[float]()
+    errors, fitted = [validation_error(theta)], list[float]()
     if not math.isfinite(errors[0]):
         raise NumericalError("the outputs of the block at the start are not finite")
     best, taken = {name: p.detach().clone() for name, p in theta.items()}, 0
@@ -178,7 +178,7 @@ def train_block(
             optimiser.zero_grad(set_to_none=True)
             # The sum stays on the device: to read it at every step would wait for the step.
             total += loss.detach()
-        error = judged(theta)
+        error = validation_error(theta)
         if not math.isfinite(float(total) + error):
             break
         fitted.append(float(total) / tokens)

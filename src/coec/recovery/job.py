@@ -66,7 +66,7 @@ class Job:
         """Return the peak learning rate: the given one, or one by the first block's weights.
 
         Args:
-            start: divergence of the pruned model on held-out windows.
+            start: divergence of the pruned model on the validation windows.
             batch: windows for each step.
         """
         if self.recovery.learning_rate is not None:

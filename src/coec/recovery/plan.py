@@ -37,7 +37,7 @@ later the result."""
 _REFUSED = 0.8
 """Part of an estimate from which a run is refused: less than it needs in any case."""
 _ROOM = 0.9
-"""Part of the free memory that activations may fill before they are computed again instead."""
+"""Fraction of free memory that activations may fill before gradient checkpointing starts."""
 _LOGITS_ON_A_GPU = 2**28
 """Logits of a training pass on a GPU, about 3 GB of them."""
 _HIDDEN, _QUERIES, _CHANNELS = 8, 4, 4

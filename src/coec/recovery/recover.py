@@ -1,7 +1,7 @@
 """Recover what pruning lost: train a pruned model to predict as its dense model does.
 
 Check, read the text, keep the teacher's predictions where it is not to stay, train, compare with
-the start on held-out windows, write. A run that was killed goes on with its last state.
+the start on the validation windows, write. A run that was killed goes on with its last state.
 """
 
 import contextlib

@@ -78,11 +78,11 @@ def train(
     if pieces is None:
         return {}
     # The best state, merged and rounded as it would be written, must beat the start.
-    tensors, after = _judged(job, state, teacher, validation)
+    tensors, after = _validated(job, state, teacher, validation)
     del state
     improved = after < before
     _write(pieces, job, tensors if improved else None)
-    held_out = {
+    kl = {
         "windows": len(validation),
         "before": before,
         "after": after if improved else before,
@@ -99,7 +99,7 @@ def train(
         "learning_rate": rate,
         "rates_tried": [{"learning_rate": rate, "kl": kl} for rate, kl in tried.items()],
         "processes": processes.count,
-        "held_out": held_out,
+        "held_out": kl,
         "improved": improved,
         "curve": curve,
         "start_sha256": job.pruned.digest,
@@ -118,7 +118,7 @@ def _tried_rates(
     processes: Processes,
     progress: Progress | None,
 ) -> dict[float, float]:
-    """Return rates about that of the rule, and the held-out divergence behind a short training.
+    """Return rates about that of the rule, and the validation divergence after a short training.
 
     None are tried where the user gave a rate, or the budget is too small for it to pay.
     """
@@ -169,7 +169,7 @@ def _prepared(
     return tokens, None if stored else teacher
 
 
-def _judged(
+def _validated(
     job: Job, state: dict[str, Tensor], teacher: PreTrainedModel | None, validation: Examples
 ) -> tuple[dict[str, Tensor] | None, float]:
     """Return a state as it would be written, and its divergence; None if it cannot be written."""

@@ -1,4 +1,4 @@
-"""The windows that a recovery is trained on and judged by, and what is kept of the teacher's
+"""The windows that a recovery is trained and validated on, and what is kept of the teacher's
 predictions, all in files beside the unfinished output.
 """
 
@@ -35,35 +35,35 @@ PASSES = 4
 """How often a text is read at most; what more passes over few windows give is lost on others."""
 TOP = 64
 """Most probable next tokens that are kept of a teacher."""
-_HELD_OUT_SHARE, _MOST_HELD_OUT = 1 / 8, 16
-"""Windows that judge: this fraction of all, and no more than so many."""
+_VALIDATION_SHARE, _MOST_VALIDATION = 1 / 8, 16
+"""Validation windows: this fraction of all, and no more than so many."""
 _CHARACTERS = 8
 """Characters of a data set that are read for each token that is needed; English has about 4."""
 GROUP = 32
 """Windows that the dense model writes, or predicts, for one file."""
 
 
-def held_out(windows: int) -> int:
-    """Return how many of `windows` windows are held out to judge."""
-    return max(1, min(round(_HELD_OUT_SHARE * windows), _MOST_HELD_OUT))
+def validation_count(windows: int) -> int:
+    """Return how many of `windows` windows are for validation."""
+    return max(1, min(round(_VALIDATION_SHARE * windows), _MOST_VALIDATION))
 
 
 def windows_needed(tokens: int, seq_len: int) -> int:
-    """Return the number of windows for a budget of tokens, those that judge included."""
-    # All windows are about trained / (1 − share), of which `held_out` judge.
+    """Return the number of windows for a budget of tokens, the validation windows included."""
+    # All windows are about trained / (1 − share), the validation windows among them.
     trained = math.ceil(tokens / seq_len)
-    return trained + held_out(round(trained / (1 - _HELD_OUT_SHARE)))
+    return trained + validation_count(round(trained / (1 - _VALIDATION_SHARE)))
 
 
 @dataclass(frozen=True)
 class WindowFile:
-    """Windows in a file, and those among them that judge.
+    """Windows in a file, some of them for validation.
 
     Attributes:
         path: the file, an array of int32, windows × length.
-        seed: chooses those that judge.
-        calibrated: digests of windows that the pruning was fitted on, which judge nothing as long
-            as there are others.
+        seed: chooses the validation windows.
+        calibrated: digests of windows that the pruning was fitted on; they are validation windows
+            only where others are too few.
     """
 
     path: Path
@@ -87,14 +87,14 @@ class WindowFile:
         return list(torch.from_numpy(self.windows.astype(np.int64)).split(GROUP))
 
     def split(self) -> tuple[list[int], list[int]]:
-        """Indices of the windows to train on, and of those that judge, both ascending."""
+        """Indices of the windows to train on, and of those for validation, both ascending."""
         count = len(self.windows)
         # Drawn by the seed alone: a resumed run has the same validation windows.
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.seed)).tolist()
         if self.calibrated:
             digests = window_digests(torch.from_numpy(self.windows.astype(np.int64)))
             order.sort(key=lambda n: digests[n] in self.calibrated)  # stable: others come first
-        validation = held_out(count)
+        validation = validation_count(count)
         return sorted(order[validation:]), sorted(order[:validation])
 
 
@@ -133,8 +133,8 @@ def read_windows(
     windows = mixed(list(map(beginning, by_source(calibration))), str(recovery.text))
     if len(windows.ids) < 2:
         raise CalibrationError(
-            f"'{windows.source}' has one window of {seq_len} tokens, and one more must judge the "
-            f"training: give more text, or shorter windows (seq_len={max(2, seq_len // 2)})"
+            f"'{windows.source}' has one window of {seq_len} tokens, and validation needs a "
+            f"second one: give more text, or shorter windows (seq_len={max(2, seq_len // 2)})"
         )
     ids = windows.ids[:count]
     origin = {"source": windows.source, "windows": len(ids), "text_sha256": windows.text_sha256}

@@ -34,7 +34,7 @@ from coec.recovery.text import Examples
 from coec.settings.recovery import OptimizerName
 
 EVALUATIONS = 4
-"""How often held-out windows are looked at, and a state saved, during training."""
+"""How often the validation error is measured, and a state saved, during training."""
 _WARM_UP = 0.05
 """Share of the steps over which the learning rate rises, ten steps at most."""
 _BETAS = 0.9, 0.99
@@ -68,7 +68,7 @@ class Schedule:
         batch: windows for each step, over all processes.
         at_once: windows that a process takes through the model together.
         accumulated: batches of `at_once` for each step.
-        every: steps between two looks at the held-out windows.
+        every: steps between two measurements of the validation error.
     """
 
     steps: int
@@ -141,7 +141,7 @@ class Distillation(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Mean loss of some windows; on held-out ones the divergence alone."""
+        """Mean loss of some windows; on validation windows the divergence alone."""
         ids = inputs["input_ids"]
         target = _target(self._teacher, inputs)
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._narrow):
@@ -157,7 +157,7 @@ class Distillation(Trainer):
         prediction_loss_only: bool,
         ignore_keys: Any = None,
     ) -> tuple[Tensor, None, None]:
-        """Loss of some held-out windows; their logits go nowhere."""
+        """Loss of some validation windows; their logits go nowhere."""
         prepared = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, prepared), None, None
@@ -202,7 +202,7 @@ class TrainingMonitor(TrainerCallback):
     Args:
         pieces: the journal, which the first process alone has.
         tokens_per_step: over all processes.
-        start: divergence of the start on the held-out windows, in nats.
+        start: divergence of the start on the validation windows, in nats.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class TrainingMonitor(TrainerCallback):
         kl = kwargs["metrics"]["eval_loss"]
         if not kl <= self._most:
             record(
-                f"the training diverged (at step {state.global_step} KL {kl:.3g} on held-out "
+                f"the training diverged (at step {state.global_step} KL {kl:.3g} on validation "
                 "windows): ended; a lower learning_rate may help"
             )
             control.should_training_stop = True
@@ -255,7 +255,7 @@ def trainer_of(
 
     Args:
         teacher: as in `Distillation`.
-        examples: windows to train on, and those that judge.
+        examples: windows to train on, and validation windows.
         monitor: of a training whose states are kept and compared; None keeps none.
     """
     kept = "no" if monitor is None else "steps"
@@ -358,7 +358,7 @@ def divergence(
 
 
 def curve(trainer: Trainer, tokens_per_step: int) -> list[dict[str, float]]:
-    """Held-out divergence against tokens, where it is finite, from the Trainer's own history.
+    """Validation divergence against tokens, where it is finite, from the Trainer's own history.
 
     A Trainer that goes on with its last state takes one step more, whose learning rate is zero.
     """

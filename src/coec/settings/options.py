@@ -37,22 +37,26 @@ class CoecOptions(Options):
 
     Attributes:
         alpha: Gram tempering exponent in [0, 1]; 1 is off, 0 returns the slice.
-        rotation: Which side turns; `better` runs left and right alone and keeps what ends lower.
-        parameterization: `stiefel` turns the b×k frame, `full` the whole of O(k).
-        start: Of every right solve: where the frame is, or the one-sided Procrustes solution.
+        rotation: Factors that are rotated; `better` rotates left and right separately and keeps the
+            result of lower objective.
+        parameterization: `stiefel` rotates the b×k frame, `full` all of O(k).
+        start: Where every right solve starts: the current frame (`identity`) or the one-sided
+            Procrustes solution.
         slices: Contiguous groups of output rows, each compensated on its own.
-        rescale: `gcv`, `fixed` (λ = rescale_ridge × median mode energy) or `uniform` (one scale).
-        rescale_ridge: For `rescale = "fixed"`.
-        kappa: The band of a mode around the global scale, at least 1.
-        solver: `joint` (conjugate gradient, the left factor following), `conjugate` (the left
-            factor held) or `gradient` (the source's).
-        retraction: Of `gradient`: `auto` (Cayley for square frames, polar for others) or `polar`.
-        delta: `gradient` stops when the rotation changes by less.
-        precision: `joint` and `conjugate` stop when a step lowers the objective by a smaller
-            fraction.
-        iterations: At most so many steps in one right solve.
-        rounds: At most so many rounds.
-        tol: Stop when a round changes the objective, relative to `‖Y‖²`, by less.
+        rescale: Scales of the modes: by generalised cross-validation (`gcv`), by a `fixed` ridge,
+            or one scale for all (`uniform`).
+        rescale_ridge: Ridge of `rescale = fixed`, relative to the median mode energy.
+        kappa: Largest factor, at least 1, between a mode's scale and the global one.
+        solver: Solver of the right factor: `joint` (conjugate gradient, the left factor following),
+            `conjugate` (the left factor fixed) or `gradient` (as published).
+        retraction: Retraction of `gradient`: `auto` (Cayley for square frames, polar for others) or
+            `polar`.
+        delta: Change of the rotation below which `gradient` stops.
+        precision: Relative decrease of the objective in a step, below which `joint` and `conjugate`
+            stop.
+        iterations: Largest number of steps in one right solve.
+        rounds: Largest number of rounds.
+        tol: Change of the objective in a round, relative to `‖Y‖²`, below which the rounds stop.
         lambda_a: Weight of the alignment penalty.
         r_p: Rank of the aligned subspaces, capped at the frame's.
     """

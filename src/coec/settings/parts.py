@@ -80,7 +80,7 @@ def _is_multiple(value: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Pruning(Settings):
-    """Settings of what is removed, and how the rest is repaired.
+    """Settings of what is removed, and how that is compensated.
 
     In Python `selection` may also be a function `(weight, gram) -> scores`, with any of `units`,
     `keep` and `seed` by keyword, and `compensation` a `Method` or a function
@@ -88,46 +88,45 @@ class Pruning(Settings):
 
     Attributes:
         sparsity: Fraction of units removed, between 0 and 1.
-        attention_units: What attention loses: whole KV `groups`; query `heads`, as many of every
-            group, which leaves keys, values and their cache as they are; or by `auto` heads where
-            no whole group would go, or a server could divide those that stay over fewer GPUs. A
-            folder given as `kept` says which it has.
+        attention_units: Units that attention loses: whole KV `groups`, or query `heads`, as many in
+            every group, which leaves the KV cache as it is. `auto` takes heads where no whole group
+            would go, or where fewer groups could not be divided over as many GPUs. A folder given
+            as `kept` has units of its own.
         attention_sparsity: Fraction of these units removed; 0 keeps all.
         mlp_sparsity: Fraction of MLP channels removed, those of every expert included; 0 keeps all.
-        drop_blocks: Number of whole blocks that are left out besides: in turn the one without which
-            predictions change least. The first and the last stay, and later blocks repair the loss.
+        drop_blocks: Number of whole blocks that are removed too, each time the one without which
+            predictions change least. The first and the last block stay. Later blocks compensate the
+            loss.
         expert_sparsity: Fraction of whole experts removed, as many in every block: those that add
-            least to the tokens they get. The others lose mlp_sparsity of their channels besides.
-        budget_parameters: Parameters that may be left, at most, embeddings included; below 1, that
-            share of the dense model's; of a multimodal one those of its language model. It takes
-            the place of sparsity.
-        budget_memory: Memory that a server may take, such as 16GB or 14.5GiB: of all weights as
-            they are written, and of the keys and values of `context` tokens. It takes its place
-            too.
-        context: Tokens, of all sequences together, for which budget_memory has room.
+            least to the tokens routed to them. The others also lose mlp_sparsity of their channels.
+        budget_parameters: Largest number of parameters that remain, embeddings included; below 1, a
+            fraction of the dense model's. Of a multimodal model the language model alone counts.
+            Replaces sparsity.
+        budget_memory: Memory that a server may use, such as 16GB or 14.5GiB, for the weights as
+            written and the keys and values of `context` tokens. Replaces sparsity too.
+        context: Number of tokens, over all sequences, whose keys and values budget_memory includes.
         multiple_of: Kept MLP channels are rounded up to a multiple of this; `auto` takes the
             largest of 256, 128, 64 and 32 that adds at most 3 % of them.
-        tensor_parallel: Number of GPUs over which servers can divide every layer: heads and
-            channels are rounded up to what it divides, with `auto` to so many times 256, 128, 64
-            or 32.
-        allocation: Rule that shares the kept units among blocks: `uniform`; `adaptive`, by FLAP's
-            standardised scores; or `error`, where the output error falls most for each parameter.
-            The last two take a second dense pass, and need non_uniform, with which every preset but
-            `paper` takes `error`.
-        non_uniform: Let widths differ by block. No stock class of transformers builds that: a page
-            of code is written with the weights, and loaders must be told to trust it.
+        tensor_parallel: Number of GPUs over which a server can divide every layer. Heads and
+            channels are rounded up to multiples of it; with `multiple_of = auto`, channels to
+            multiples of it times 256, 128, 64 or 32.
+        allocation: Rule that distributes kept units over blocks: `uniform`; `adaptive`, by FLAP's
+            standardised scores; or `error`, where a parameter lowers the output error most. The
+            last two take a second dense pass and need non_uniform, with which every preset but
+            `paper` uses `error`.
+        non_uniform: Let widths differ by block. No stock class of transformers builds such a model:
+            a page of code is written with the weights, and loaders need trust_remote_code.
         selection: Score that picks the units.
         kept: Units that stay, by site: a safetensors or JSON file, or a folder that coec pruned.
             Sites in it are not selected from.
         compensation: Method that compensates for removed units.
         dtype: Dtype of the written weights.
-        target: The loader for which the model type is chosen that is written: transformers loads
-            every one; under another name only what that program loads as it is. `vllm` with
-            non_uniform writes nemotron-nas, a Llama whose channels differ by block; heads are alike
-            in all.
+        target: Program that must load the result; it decides the model type that is written. `hf`
+            is transformers, which loads every one. `vllm` with non_uniform writes nemotron-nas, a
+            Llama whose channels differ by block but whose heads do not.
         solve_dtype: Dtype of the iterations of a compensation; decompositions and errors are
-            float64. `auto` is float64 on a CPU, and on a device that multiplies in it at an eighth
-            of its float32 rate or more, which is measured; else float32.
+            float64. `auto` is float64 on a CPU, and on a GPU whose measured float64 rate is an
+            eighth of its float32 rate or more; else float32.
         options: of the compensation, by name, as they were given; the recipe has them checked.
     """
 
@@ -235,20 +234,20 @@ class Reconstruction(Settings):
         preset: Set of defaults: `paper` (COEC as published), `fast` (closed forms, block after
             block), `balanced` (every block trained, briefly) or `best` (for longer); any setting
             given beside it wins.
-        propagate: Statistics of the inputs that the pruned model has, and targets that hold the
-            error made so far.
-        reconstruct: Passes over the calibration windows in which each block, all its weights, is
-            trained towards the dense model's hidden states behind it. 0 is off.
+        propagate: Calibrate each block on the pruned model's inputs, and correct the accumulated
+            error.
+        reconstruct: Passes over the calibration windows in which all weights of a block are trained
+            towards the dense model's hidden states after it. 0 disables the training.
         reconstruct_rate: Learning rate of this training, relative to the root mean square of each
             stored weight matrix; it falls linearly to 0.
         prediction_passes: Passes in which the last block is then trained towards the dense model's
-            predictions. 0 is off.
+            predictions. 0 disables them.
         token_weights: Weights of tokens in statistics and training: `equal`, or `residual`, one
-            over the mean square of the hidden state, which is what the next norm divides by.
-        final_norm: Rescale the final norm's channels, kept where held-out perplexity falls.
-        kv_groups: Number that is kept: `uniform`, by the fraction of everything else; `all`, with
-            the MLP cut more for the same parameters; `held-out`, whichever has the lower KL to the
-            dense model on held-out windows, or what allocation = error gives every block.
+            over the mean square of the token's hidden state, by which the next norm divides.
+        final_norm: Rescale the channels of the final norm, if that lowers validation perplexity.
+        kv_groups: Number of KV groups that stay: `uniform`, by sparsity; `all`, with more channels
+            removed for the same parameters; or `held-out`, whichever of these has the lower KL to
+            the dense model on validation windows, or what allocation = error gives every block.
         left_out: why the pruned model is not run beside the dense one though the preset says so.
     """
 
@@ -299,18 +298,17 @@ class Calibration(Settings):
         text_column: Column of a jsonl or parquet file, or of a hub: data set.
         samples: Calibration windows.
         seq_len: Tokens per window.
-        seed: Draws the windows.
-        holdout: Fraction of the windows, at least one, not fitted on, whose error the report has
-            too.
-        guard: Where tokens are few for the columns that are fitted, let held-out windows say how
-            far every compensation is followed: those of holdout, or a quarter, fitted on in the
-            end.
-        bos: Begin every window of a text with the tokens that the tokenizer puts before a text:
-            `on`, `off` (the first of all windows may have them), or `auto`, whichever the dense
-            model predicts a few windows better with. Token ids are taken as they are.
+        seed: Random seed for drawing calibration windows.
+        holdout: Fraction of the windows used for validation, at least one window; none of these is
+            fitted on. The report has their error.
+        guard: With few calibration tokens, shrink each compensation by its validation error.
+            Without holdout, a quarter of the windows validates, and is fitted on in the end.
+        bos: Begin every window with the tokens that the tokenizer puts before a text: `on`, `off`
+            (only the first window may have them), or `auto`, whichever lets the dense model predict
+            a few windows better. Windows given as token ids are not changed.
         forward_dtype: Dtype of the dense forward pass.
-        judging: the fraction of the windows that judge repairs where `holdout` is 0; see
-            `coec.calibration.windows.with_judges`.
+        guard_share: the fraction of the windows that `guard` sets aside for validation where
+            `holdout` is 0; see `coec.calibration.windows.with_validation`.
         summed: True where training sums over tokens in the dtype of the forward pass.
     """
 
@@ -333,13 +331,13 @@ class Calibration(Settings):
         otherwise="the model's on a GPU, where training takes bfloat16 for float16; float32 on "
         "the CPU",
     )
-    judging: float = 0.0
+    guard_share: float = 0.0
     summed: bool = False
 
     @property
-    def held_out(self) -> float:
+    def validation(self) -> float:
         """Fraction of the windows whose statistics are summed apart."""
-        return self.holdout or self.judging
+        return self.holdout or self.guard_share
 
     @property
     def own(self) -> bool:

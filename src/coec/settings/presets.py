@@ -8,8 +8,8 @@ from coec.errors import OptionError
 from coec.settings.options import COMPENSATION_OPTIONS
 from coec.settings.parts import DEFAULT_PRESET, PresetName, Pruning
 
-HELD_OUT = 0.125
-"""Fraction of the windows that presets with training hold out."""
+HOLDOUT = 0.125
+"""Fraction of the windows that presets with training set aside for validation."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ PRESETS: dict[PresetName, Preset] = {
         3.2,
         _CLOSED_FORMS | {
             "token_weights": "residual", "reconstruct": 4, "prediction_passes": 2,
-            "final_norm": True, "holdout": HELD_OUT,
+            "final_norm": True, "holdout": HOLDOUT,
         },
     ),
     "best": Preset(
-        "Every block trained for longer; uniform widths keep the number of KV groups that held-out "
-        "windows choose.",
+        "Every block trained for longer; with uniform widths, validation windows choose the number "
+        "of KV groups.",
         6.0,
         _CLOSED_FORMS | {
             "token_weights": "residual", "reconstruct": 8, "reconstruct_rate": 0.005,
             "prediction_passes": 6, "final_norm": True, "kv_groups": "held-out",
-            "holdout": HELD_OUT,
+            "holdout": HOLDOUT,
         },
     ),
 }  # fmt: skip
@@ -79,7 +79,7 @@ def with_preset(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return flat settings, completed by the defaults of the preset that they name.
 
     A default that would have no effect beside the settings given is left out, and so are windows
-    that the default preset holds out where there is only one.
+    that the default preset sets aside where there is only one.
 
     Raises:
         OptionError: an option of another compensation than the preset's, and none is named.

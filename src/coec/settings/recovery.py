@@ -52,23 +52,23 @@ class Recovery(Settings):
         text: What is trained on: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their
             train splits); self (text that the dense model writes); a .txt, .jsonl, .parquet, .npy
             or .safetensors file; or a mixture, as in calibration.
-        tokens: Budget in tokens, such as 300k or 20M.
-        minutes: Budget in minutes of training instead, by the speed of the first steps.
-        lora: Train low-rank additions of this rank to every linear layer, and add them in the end,
-            instead of all weights.
-        learning_rate: Peak of the learning rate, which falls to zero.
+        tokens: Number of tokens to train on, such as 300k or 20M.
+        minutes: Minutes of training, in place of tokens, by the speed of the first steps.
+        lora: Train low-rank additions (LoRA) of this rank to every linear layer in place of all
+            weights, and merge them in the end.
+        learning_rate: Peak learning rate; it then falls linearly to zero.
         optimizer: `adamw`, or `adamw-8bit`, whose two moments take a byte each in place of four
             (needs torchao).
         cross_entropy: Share of the text's own cross-entropy in the loss; the rest is the divergence
             from the dense model.
-        batch_size: Windows for each step of the optimiser.
+        batch_size: Windows per optimiser step.
         seq_len: Tokens per window.
         teacher: The dense model: `beside` the pruned one in memory, or its most probable next
             tokens `stored` on the disk before training.
-        checkpointing: Compute activations again instead of keeping them: less memory, a third more
-            time.
+        checkpointing: Gradient checkpointing: activations are computed again, not kept, which takes
+            less memory and a third more time.
         forward_dtype: Dtype of forward and backward passes; trained weights are float32 meanwhile.
-        seed: Chooses the held-out windows and the order of the others.
+        seed: Random seed for the validation windows and the order of the others.
         text_column: Column of a jsonl or parquet file, or of a hub: data set.
         device: auto (a GPU where there is one), cpu, cuda, cuda:1, …
     """

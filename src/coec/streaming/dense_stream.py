@@ -34,7 +34,7 @@ class Measured:
         block: its layout.
         tensors: its weights as stored, by their full names.
         grams: statistics of every site's inputs, by the site's name.
-        holdout: the same over the windows that were held out; empty where none were.
+        holdout: the same over the validation windows; empty where there are none.
     """
 
     block: BlockLayout
@@ -53,18 +53,18 @@ class Sums:
     """Statistics of one block while they are summed, by the site's name."""
 
     fit: dict[str, GramSum] = field(default_factory=dict)
-    held: dict[str, GramSum] = field(default_factory=dict)
+    validation: dict[str, GramSum] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> "Sums":
         """Return the sums on another device."""
-        return Sums(*({n: g.to(device) for n, g in sums.items()} for sums in (self.fit, self.held)))
+        return Sums(*({n: g.to(device) for n, g in sums.items()} for sums in vars(self).values()))
 
     def grams(self) -> tuple[dict[str, Gram], dict[str, Gram]]:
         """Return the Grams of both; the sums are given away, so that each Gram can be freed."""
-        fit, held_out = (
-            {name: sums.pop(name).gram() for name in list(sums)} for sums in (self.fit, self.held)
+        fit, validation = (
+            {name: sums.pop(name).gram() for name in list(sums)} for sums in vars(self).values()
         )
-        return fit, held_out
+        return fit, validation
 
 
 class DenseStream:
@@ -126,7 +126,7 @@ class DenseStream:
         self._layers.load(block, tensors)
         middle, end = self._fit_batches, len(self._batches)
         # Every batch once through the block; a hook sums the inputs of its consumers on the way.
-        for windows, numbers in (("fit", range(middle)), ("held", range(middle, end))):
+        for windows, numbers in (("fit", range(middle)), ("validation", range(middle, end))):
             with ExitStack() as hooks:
                 if sums is not None and numbers:
                     hooks.enter_context(summed_inputs(self._layers, block, getattr(sums, windows)))

@@ -178,20 +178,20 @@ class Layers:
         """Return a module of a block's layer by its full name."""
         return self.modules[block.index].get_submodule(name.removeprefix(block.prefix))
 
-    def half(self, block: BlockLayout, site: Site) -> nn.Module:
-        """Return a layer of which only this site adds something: its halves in a row are the layer.
+    def sublayer(self, block: BlockLayout, site: Site) -> nn.Module:
+        """Return the sublayer of a site: a layer in which nothing else adds to the hidden state.
 
-        A half shares the layer's modules, and so its weights.
+        Sublayers share the layer's modules and weights; run one after the other they are the layer.
         """
         layer = self.modules[block.index]
-        half = copy.copy(layer)
-        half._modules = dict(layer._modules)
+        sublayer = copy.copy(layer)
+        sublayer._modules = dict(layer._modules)
         for other_site in block.sites:
             if other_site.name != site.name:
                 child = other_site.consumer.removeprefix(block.prefix).partition(".")[0]
                 # What follows attention takes attention's weights as well.
-                half._modules[child] = _Silent(in_tuple=other_site.value is not None)
-        return half
+                sublayer._modules[child] = _Silent(in_tuple=other_site.value is not None)
+        return sublayer
 
     def call(self, module: Callable[..., Any], index: int, state: State) -> State:
         """Return the output of a module, called as the model calls its layer of this index."""

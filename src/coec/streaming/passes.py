@@ -11,10 +11,10 @@ from torch import Tensor
 
 from coec.calibration.windows import (
     Windows,
-    hold_out,
     source_digest,
+    split_windows,
     window_length,
-    with_judges,
+    with_validation,
 )
 from coec.devices import DTYPES, choose_device, choose_forward_dtype, choose_solve_dtype, hand_back
 from coec.errors import OptionError
@@ -46,7 +46,7 @@ def depends_on(dense: Dense, calibration: Calibration, device: torch.device) -> 
         calibration.forward_dtype, dense.dtype, device, summed=calibration.summed
     )
     return calibration.record() | {
-        "judging": with_judges(calibration, dense).judging,
+        "judging": with_validation(calibration, dense).guard_share,
         "model": dense.fingerprint,
         "tokenizer": tokenizer_digest(dense.folder),
         "calibration": source_digest(calibration.source),
@@ -94,9 +94,10 @@ class BlockSource(ABC):
         skip: Container[int],
         progress: Progress | None,
     ) -> Iterator[tuple[_Value, str | None]]:
-        """Yield what a pure function makes of every block not in `skip`, and its host if another.
+        """Yield `(function(block), host)` for each block not in `skip`.
 
-        The function can be pickled. `progress` is called with ("solving", finished, blocks).
+        The function is pure and can be pickled; the host is None for this process. `progress` is
+        called with ("solving", finished, blocks).
         """
         for measured in self.blocks(skip, progress):
             index = measured.index
@@ -105,13 +106,13 @@ class BlockSource(ABC):
                 progress("solving", index + 1, len(self._dense.layout.blocks))
 
     def windows_of(self, run: Run) -> tuple[Tensor, Tensor | None]:
-        """Return the windows that a run is fitted on, as its recipe says, and those held out."""
-        fit, held_windows = self.windows_of_text()
-        held_out = 0 if held_windows is None else len(held_windows)
-        return fit[: run.recipe.calibration.samples - held_out], held_windows
+        """Return the windows that a run is fitted on, by its recipe, and those for validation."""
+        fit, validation = self.windows_of_text()
+        apart = 0 if validation is None else len(validation)
+        return fit[: run.recipe.calibration.samples - apart], validation
 
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
-        """Return the windows to fit on, and those that are held out, where some are."""
+        """Return the windows to fit on, and those for validation, where there are some."""
         raise OptionError(_NO_TEXT)
 
     def worker_group(self, run: Run) -> AbstractContextManager[WorkerGroup]:
@@ -175,12 +176,12 @@ class DensePass(BlockSource):
 
     def windows_of_text(self) -> tuple[Tensor, Tensor | None]:
         assert self.windows is not None  # `begin` made them
-        return hold_out(self.windows, self._calibration.held_out, self._calibration.seed)
+        return split_windows(self.windows, self._calibration.validation, self._calibration.seed)
 
     def blocks(self, skip: Container[int], progress: Progress | None) -> Iterator[Measured]:
-        fit, held_windows = self.windows_of_text()
+        fit, validation = self.windows_of_text()
         stream = DenseStream(
-            self._dense, fit, holdout=held_windows, device=self.device, dtype=self.dtype,
+            self._dense, fit, holdout=validation, device=self.device, dtype=self.dtype,
             progress=progress,
         )  # fmt: skip
         return stream.blocks(skip)

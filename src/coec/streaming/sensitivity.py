@@ -36,16 +36,16 @@ _Parameters = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
-class RepairedConsumer:
+class CompensatedConsumer:
     """A consumer after pruning, in the dense model's shape: columns that went are 0."""
 
     weight: Float[Tensor, "m d"]
     bias: Float[Tensor, " m"] | None
 
-    def to(self, dtype: torch.dtype) -> "RepairedConsumer":
+    def to(self, dtype: torch.dtype) -> "CompensatedConsumer":
         """Return it in another dtype, on the CPU."""
         bias = None if self.bias is None else self.bias.to("cpu", dtype)
-        return RepairedConsumer(self.weight.to("cpu", dtype), bias)
+        return CompensatedConsumer(self.weight.to("cpu", dtype), bias)
 
 
 class Sensitivity:
@@ -72,29 +72,29 @@ class Sensitivity:
         # All models share the embedding, so that their states begin as the same tensors.
         self._changed = dict.fromkeys(_RULE, self._dense)
         self._inputs: dict[int, dict[float, list[State]]] = {}
-        self._repaired: dict[int, dict[str, RepairedConsumer]] = {}
+        self._compensated: dict[int, dict[str, CompensatedConsumer]] = {}
 
     @torch.no_grad()
     def advance(
         self,
         block: BlockLayout,
         tensors: Mapping[str, Tensor],
-        repaired: Mapping[str, RepairedConsumer],
+        compensated: Mapping[str, CompensatedConsumer],
     ) -> None:
         """Run all models through the next block.
 
         Args:
             block: its layout.
             tensors: its weights as stored, by full names.
-            repaired: the pruned consumers, by `Site.key`, of the sites from which anything goes.
+            compensated: the pruned consumers, by `Site.key`, of the sites from which anything goes.
         """
         self._layers.load(block, tensors)
-        repaired = {key: consumer.to(self._dtype) for key, consumer in repaired.items()}
+        compensated = {key: consumer.to(self._dtype) for key, consumer in compensated.items()}
         # Kept for the way back, which runs the block again to differentiate it.
-        self._inputs[block.index], self._repaired[block.index] = dict(self._changed), repaired
+        self._inputs[block.index], self._compensated[block.index] = dict(self._changed), compensated
         self._dense = [self._layers.advance(block.index, state) for state in self._dense]
         for share, states in self._changed.items():
-            with self._replaced(block, repaired, share):
+            with self._replaced(block, compensated, share):
                 self._changed[share] = [self._layers.advance(block.index, s) for s in states]
         self._layers.drop(block.index)
 
@@ -140,11 +140,11 @@ class Sensitivity:
     ) -> None:
         """Take derivatives from behind a block to before it; add up the costs of its sites."""
         self._layers.load(block, self._model.tensors(block))
-        repaired, inputs = self._repaired.pop(block.index), self._inputs.pop(block.index)
-        costs |= dict.fromkeys(repaired, 0.0)
+        compensated, inputs = self._compensated.pop(block.index), self._inputs.pop(block.index)
+        costs |= dict.fromkeys(compensated, 0.0)
         for share, behind in gradients.items():
             before = list[Tensor]()
-            with self._replaced(block, repaired, share) as dense, ExitStack() as hooks:
+            with self._replaced(block, compensated, share) as dense, ExitStack() as hooks:
                 # Every pruned consumer notes the change of its output; its derivative follows.
                 for key, (module, parameters) in dense.items():
                     noting = functools.partial(_note_cost, costs, key, parameters, share)
@@ -159,18 +159,18 @@ class Sensitivity:
 
     @contextmanager
     def _replaced(
-        self, block: BlockLayout, repaired: Mapping[str, RepairedConsumer], share: float
+        self, block: BlockLayout, compensated: Mapping[str, CompensatedConsumer], share: float
     ) -> Iterator[dict[str, tuple[nn.Module, _Parameters]]]:
         """Change consumers by a share of what pruning changes; yield the dense ones, by
         `Site.key`.
         """
-        sites = {site.key: site for site in block.sites if site.key in repaired}
+        sites = {site.key: site for site in block.sites if site.key in compensated}
         modules: dict[str, Any] = {
             key: self._layers.module(block, site.consumer) for key, site in sites.items()
         }
         dense = {key: (module, (module.weight, module.bias)) for key, module in modules.items()}
         for key, module in modules.items():
-            weight, bias = repaired[key].weight, repaired[key].bias
+            weight, bias = compensated[key].weight, compensated[key].bias
             module.weight = self._between(module.weight, weight, share)
             if bias is not None:
                 module.bias = self._between(module.bias, bias, share)

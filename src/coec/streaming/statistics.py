@@ -21,7 +21,7 @@ from coec.types import Gram
 
 RECORD = "statistics.json"
 WINDOWS = "windows.safetensors"
-FIT, HELD_OUT = "fit", "holdout"
+FIT, VALIDATION = "fit", "holdout"
 _PARTS = ("calibration", "made_with", "settings", "made_of", "files")
 """What the record holds, besides its own digest."""
 _SEAL = "record_sha256"
@@ -105,8 +105,8 @@ class Statistics:
             CalibrationError: a file is missing or damaged.
         """
         # Windows were set apart either by the user or because tokens were few.
-        held_out = self.made_with.get("holdout") or self.made_with.get("judging")
-        subsets = [FIT, HELD_OUT] if held_out else [FIT]
+        validation = self.made_with.get("holdout") or self.made_with.get("judging")
+        subsets = [FIT, VALIDATION] if validation else [FIT]
         for block in dense.layout.blocks:
             if block.index in skip:
                 continue
@@ -120,12 +120,12 @@ class Statistics:
                         f"statistics of block {block.index} cannot be used: '{self.folder}' has "
                         f"{sums} for {site.name}, which has {site.columns}: collect them again"
                     )
-            yield Measured(block, dense.tensors(block), grams[FIT], grams[HELD_OUT])
+            yield Measured(block, dense.tensors(block), grams[FIT], grams[VALIDATION])
 
     def grams(self, index: int, device: torch.device) -> Grams:
         """Return the Grams of a block; raises CalibrationError where its file is damaged."""
         path = self.folder / block_file(index)
-        grams: Grams = {FIT: {}, HELD_OUT: {}}
+        grams: Grams = {FIT: {}, VALIDATION: {}}
         try:
             self._check_file(path)
             with safe_open(path, framework="pt", device=str(device)) as file:

@@ -27,7 +27,7 @@ from coec.types import GramSum
 
 SUMMANDS = LEAST_BATCHES
 """Summands of every sum over the windows, where there are batches enough."""
-WindowKind = Literal["fit", "held"]
+WindowKind = Literal["fit", "validation"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class WindowBatch:
 
 
 Shard = Mapping[WindowKind, Sequence[Sequence[WindowBatch]]]
-"""The windows of one worker, to fit on and held out, in parts of several batches."""
+"""The windows of one worker, to fit on and for validation, in parts of several batches."""
 
 
 def _zero() -> Float[Tensor, ""]:
@@ -156,13 +156,13 @@ class TwoStreams:
 
     @torch.no_grad()
     def open(self, index: int) -> None:
-        """Run the dense model through a block, half by half where errors propagate."""
+        """Run the dense model through a block, sublayer by sublayer where errors propagate."""
         block = self._dense.layout.blocks[index]
         layers, states = self._dense_layers, self._dense_states
         layers.load(block, self._prefetcher.tensors(block))
         parts = [layers.modules[index]]
         if self._propagate:
-            parts = [layers.half(block, site) for site in block.sites]
+            parts = [layers.sublayer(block, site) for site in block.sites]
         behind: list[dict[int, State]] = []
         for part in parts:
             states = {n: layers.passed(part, index, s) for n, s in states.items()}
@@ -215,7 +215,7 @@ class TwoStreams:
         """Yield, for every part, the statistics of a site's consumer behind dense producers."""
         block = self._dense.layout.blocks[self._index]
         site = block.sites[number]
-        half = self._dense_layers.half(block, site)
+        sublayer = self._dense_layers.sublayer(block, site)
         consumer = self._dense_layers.module(block, site.consumer)
         calls: list[tuple[Tensor, Tensor]] = []
         hook = consumer.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
@@ -223,7 +223,7 @@ class TwoStreams:
             for numbers in self._parts[windows_kind]:
                 statistics = ConsumerStatistics(GramSum(site.columns, self._device))
                 for n in numbers:
-                    self._measure_batch(statistics, half, number, n, calls)
+                    self._measure_batch(statistics, sublayer, number, n, calls)
                 yield statistics
         finally:
             hook.remove()
@@ -231,15 +231,15 @@ class TwoStreams:
     def _measure_batch(
         self,
         statistics: ConsumerStatistics,
-        half: nn.Module,
+        sublayer: nn.Module,
         number: int,
         n: int,
         calls: list[tuple[Tensor, Tensor]],
     ) -> None:
-        """Add a batch to the statistics of a consumer, whose call `half` leaves in `calls`."""
+        """Add a batch to the statistics of a consumer, whose call `sublayer` leaves in `calls`."""
         block = self._block
         state = block.before_site[n].to(self._device)
-        out = self._dense_layers.call(half, self._index, state)
+        out = self._dense_layers.call(sublayer, self._index, state)
         x, consumed = calls.pop()
         w = block.weights.get(n)
         statistics.gram.update(x, None if w is None else w.to(self._device))
@@ -253,17 +253,17 @@ class TwoStreams:
         statistics.scale = statistics.scale + _inner(_flat(consumed), _flat(consumed))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the pruned model's layer the tensors that the half of a site needs."""
+        """Give the pruned model's layer the tensors that a sublayer needs."""
         self._pruned_layers.load(self._dense.layout.blocks[self._index], tensors, partial=True)
 
     @torch.no_grad()
     def advance_site(self, number: int) -> None:
-        """Run the pruned model through the half of a site, as it was loaded."""
+        """Run the pruned model through a sublayer, as it was loaded."""
         opened, layers = self._block, self._pruned_layers
         block = self._dense.layout.blocks[self._index]
-        half = layers.half(block, block.sites[number])
+        sublayer = layers.sublayer(block, block.sites[number])
         opened.before_site = {
-            n: layers.passed(half, self._index, s) for n, s in opened.before_site.items()
+            n: layers.passed(sublayer, self._index, s) for n, s in opened.before_site.items()
         }
 
     @torch.no_grad()
@@ -295,7 +295,7 @@ class TwoStreams:
         if written is None or written:
             states, part = self._pruned_states, layers.modules[index]
             if halfway:
-                states, part = self._block.before_site, layers.half(block, block.sites[-1])
+                states, part = self._block.before_site, layers.sublayer(block, block.sites[-1])
             self._pruned_states = {n: layers.passed(part, index, s) for n, s in states.items()}
         self._drop(index)
         self._index = index + 1
@@ -331,7 +331,7 @@ class TwoStreams:
 
 def shards(
     windows: Int[Tensor, "_ length"],
-    held_out: Int[Tensor, "_ length"] | None,
+    validation: Int[Tensor, "_ length"] | None,
     workers: int = 1,
     size: int | None = None,
 ) -> list[Shard]:
@@ -341,11 +341,11 @@ def shards(
     """
     size = size or batch_size(windows.shape[1], len(windows))
     fit = windows.split(size)
-    held_batches = () if held_out is None else held_out.split(size)
-    numbered = [WindowBatch(n, ids) for n, ids in enumerate((*fit, *held_batches))]
+    validation_batches = () if validation is None else validation.split(size)
+    numbered = [WindowBatch(n, ids) for n, ids in enumerate((*fit, *validation_batches))]
     by_part: dict[WindowKind, Sequence[Sequence[WindowBatch]]] = {
         "fit": in_parts(numbered[: len(fit)], min(SUMMANDS, len(fit))),
-        "held": in_parts(numbered[len(fit) :], min(SUMMANDS, len(held_batches))),
+        "validation": in_parts(numbered[len(fit) :], min(SUMMANDS, len(validation_batches))),
     }
     workers = min(workers, len(by_part["fit"]))
     by_kind = [in_parts(p, workers) for p in by_part.values()]

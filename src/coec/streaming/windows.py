@@ -17,10 +17,10 @@ from coec.calibration.windows import (
     CHOICE,
     Windows,
     by_source,
-    held_out,
     mixed,
     sample_windows,
     text_stream,
+    validation_count,
     window_length,
 )
 from coec.devices import at_hand
@@ -43,7 +43,7 @@ def window_maker(
 ) -> Maker:
     """Check the calibration text now, and return a function that makes the windows."""
     seq_len = window_length(calibration, dense)
-    held_out(calibration.samples, calibration.held_out)
+    validation_count(calibration.samples, calibration.validation)
     if not calibration.own:
         return _text_maker(dense, calibration, runtime, progress)
     tokenizer = load_tokenizer(dense.folder, trust_remote_code=runtime.trust_remote_code)
@@ -183,9 +183,9 @@ def check_calibrations(dense: Dense, calibrations: Sequence[Calibration], runtim
     Raises:
         CoecError: it cannot be read, or is too short for one of them.
     """
-    by_size = {(c.samples, window_length(c, dense), c.held_out, c.bos): c for c in calibrations}
+    by_size = {(c.samples, window_length(c, dense), c.validation, c.bos): c for c in calibrations}
     for samples, _, holdout, _ in by_size:
-        held_out(samples, holdout)
+        validation_count(samples, holdout)
     if calibrations[0].own:
         window_maker(dense, calibrations[0], runtime, None)
         return
