@@ -38,6 +38,7 @@ def test_every_command_is_in_the_readme_and_has_help():
 def test_every_flag_named_in_a_document_exists():
     known = {"version", "help", "model-impl", "shared", "install-completion"}
     known |= {"head", "port", "object-store-memory"}  # of `ray start`
+    known |= {"use", "fsdp", "num"}  # before a _ in flags of `accelerate launch`
     known |= {"model-path", "tp", "tensor-parallel-size"}  # of SGLang and vLLM
     for command in app.registered_commands:
         names = inspect.signature(command.callback).parameters

@@ -215,7 +215,7 @@ def test_the_documented_grid_is_one(tmp_path):
     example = text.partition("```toml\n")[2].partition("```")[0]
     cells = expand(write(tmp_path, example, "documented"))
     own = [cell for cell in pruned(cells) if "documented" in cell.grids]
-    assert len(own) == 4  # two seeds × two alphas
+    assert len(own) == 8  # two seeds × two alphas × with and without training
     assert {cell.recipe.calibration.samples for cell in cells if cell.recipe} == {64}
     assert cells[0].subject.evaluation.text == "other.txt"
     assert cells[0].subject.evaluation.limit == 100

@@ -250,7 +250,7 @@ def test_plans_divide_what_is_trained_among_processes(dense, pruned, monkeypatch
     with pytest.raises(OptionError, match="minutes are measured with all weights on one device"):
         coec.recover(dense, pruned, "out", minutes=1)
     monkeypatch.delenv("FSDP_VERSION")
-    with pytest.raises(OptionError, match="give --fsdp_version 2"):
+    with pytest.raises(OptionError, match="fsdp_version of accelerate must be 2"):
         student()
 
 
