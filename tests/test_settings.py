@@ -326,7 +326,7 @@ def test_an_option_of_another_compensation_is_answered_with_what_to_add(given, s
         assert "add --preset paper or --compensation coec" in err
 
 
-def test_what_has_nothing_to_hold_out_or_to_choose_by_is_left_out():
+def test_what_has_no_windows_to_validate_or_to_choose_by_is_left_out():
     assert Recipe(samples=1).calibration.holdout == 0
     assert Recipe(samples=2).calibration.holdout == 0.125
     assert Recipe(preset="best", holdout=0).reconstruction.kv_groups == "uniform"
