@@ -50,7 +50,9 @@ def shards() -> int:
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return 1
     if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise OptionError("weights are divided by FSDP 2 alone: fsdp_version of accelerate must be 2")
+        raise OptionError(
+            "weights are divided by FSDP 2 alone: fsdp_version of accelerate must be 2"
+        )
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
