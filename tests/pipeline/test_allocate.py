@@ -133,12 +133,6 @@ def test_units_of_every_site_leave_nothing_to_allocate(prune, monkeypatch):
     assert "allocation" in report.plan["notes"][0]
 
 
-def test_a_card_says_what_was_asked_for(prune, tmp_path):
-    prune(allocation="adaptive", non_uniform=True, budget_parameters=0.9)
-    card = " ".join((tmp_path / "out/README.md").read_text().split())
-    assert "a rest of at most 0.9 of the parameters, shared among blocks by `adaptive`" in card
-
-
 def test_own_kept_units_of_own_widths_give_the_same_weights(prune, tmp_path):
     first = prune("first", allocation="error", non_uniform=True)
     assert isinstance(widths(first)[0], list)

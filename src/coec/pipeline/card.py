@@ -98,7 +98,7 @@ tags: [coec, pruned]
 # {name}, {1 - after / before:.1%} of parameters removed
 
 Made from `{name}` by coec {__version__}: training-free
-structured pruning of MLP channels and {_units(report.recipe)}{_depth(plan)}, {_asked(report)}.
+structured pruning of MLP channels and {_units(report.recipe)}{_depth(plan)}.
 {notes}
 ```python
 from transformers import AutoModelFor{kind}, {reader}
@@ -284,40 +284,6 @@ def _flag(name: str, value: Any) -> str:
 
 def _plain(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _asked(report: Report) -> str:
-    """Return how many units were to go, in words."""
-    kept, share = report.plan.get("kept"), _share(report.recipe)
-    if kept is None:
-        return f"{share} asked for"
-    units = f"the units of `{kept['source']}` kept"
-    if kept["sites"] == len(report.sites):
-        return units
-    return f"{units} at {kept['sites']} sites, {share} asked for at the others"
-
-
-def _share(recipe: Mapping[str, Any]) -> str:
-    """Return the fraction of units that was to go, or those of both kinds."""
-    # How widths follow, then how much: a budget, one share, or one for each kind of site
-    every, budget = recipe["sparsity"], recipe.get("budget_parameters")
-    allocation = recipe.get("allocation", "uniform")
-    shared = "" if allocation == "uniform" else f", shared among blocks by `{allocation}`"
-    if experts := recipe.get("expert_sparsity"):
-        shared += f", and {experts:.4g} of whole experts"
-    if memory := recipe.get("budget_memory"):
-        room = f"{memory}, keys and values of {recipe['context']:,} tokens included"
-        return f"a rest of at most {room}{shared}"
-    if budget is not None:
-        share = f"{budget:.4g} of the parameters" if budget < 1 else f"{budget:,.0f} parameters"
-        return f"a rest of at most {share}{shared}"
-    differing = [recipe.get(f"{site}_sparsity") for site in ("mlp", "attention")]
-    mlp, attention = (every if share is None else share for share in differing)
-    multiple = recipe.get("multiple_of", "1")
-    rounded = "" if multiple == "1" else f" (channels rounded up, multiple_of = {multiple})"
-    if differing == [None, None]:
-        return f"{every:.4g} of each{rounded}{shared}"
-    return f"{mlp:.4g} of channels{rounded} and {attention:.4g} of {_units(recipe)}{shared}"
 
 
 def _depth(plan: Mapping[str, Any]) -> str:
