@@ -17,7 +17,9 @@ begin, save = state.PartialState.__init__, training.TrainingMonitor.on_save
 
 def begin_on_devices(self, *args, **options):
     begin(self, *args, **options)
-    state.PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    shared = state.PartialState._shared_state
+    if shared["distributed_type"] == DistributedType.MULTI_CPU:  # and not FSDP, as it is later
+        shared["distributed_type"] = DistributedType.MULTI_XPU
 
 
 def save_and_stop(self, *args, **options):

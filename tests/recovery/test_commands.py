@@ -249,6 +249,9 @@ def test_plans_divide_what_is_trained_among_processes(dense, pruned, monkeypatch
     assert whole / 8 < student() < whole / 2
     with pytest.raises(OptionError, match="minutes are measured with all weights on one device"):
         coec.recover(dense, pruned, "out", minutes=1)
+    monkeypatch.setitem(sys.modules, "torchao", sys)
+    with pytest.raises(OptionError, match="adamw-8bit needs every weight on one device"):
+        coec.recover(dense, pruned, "out", optimizer="adamw-8bit")
     monkeypatch.delenv("FSDP_VERSION")
     with pytest.raises(OptionError, match="fsdp_version of accelerate must be 2"):
         student()

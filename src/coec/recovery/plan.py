@@ -121,7 +121,7 @@ def footprints(
     settings = [recovery, replace(recovery, lora=rank)]
     if recovery.minutes is None:
         settings.append(replace(recovery, lora=rank, teacher="stored"))
-        if recovery.lora is None:
+        if recovery.lora is None and shards() == 1:
             settings.insert(1, replace(recovery, optimizer="adamw-8bit", teacher="stored"))
     ways = []
     for way in dict.fromkeys(settings):
@@ -138,11 +138,13 @@ def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> F
     """Return the estimate of what is asked for.
 
     Raises:
-        OptionError: memory is short, low-rank additions would outgrow what they are added to, or
-            minutes are the budget of weights that are divided among devices.
+        OptionError: memory is short, low-rank additions would outgrow what they are added to, or a
+            setting does not go with weights that are divided among devices.
     """
-    if recovery.minutes is not None and shards() > 1:
+    if shards() > 1 and recovery.minutes is not None:
         raise OptionError("minutes are measured with all weights on one device: give tokens")
+    if shards() > 1 and recovery.optimizer == "adamw-8bit":  # torchao fails at uneven parts
+        raise OptionError("adamw-8bit needs every weight on one device: leave out optimizer")
     if recovery.lora is not None and (largest := _largest_rank(pruned)) < recovery.lora:
         raise OptionError(
             f"lora={recovery.lora} has more numbers than the matrices that it is added to: take "
