@@ -288,6 +288,7 @@ def trainer_of(
     )  # fmt: skip
     if plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None):
         # A state of one file: of states in parts the Trainer loses track which is the best.
+        plugin.state_dict_config = plugin.optim_state_dict_config = None
         plugin.set_state_dict_type("FULL_STATE_DICT")
     return trainer
 
