@@ -189,7 +189,7 @@ def test_a_record_lists_what_determines_the_result():
         "expert_sparsity", "attention_units", "multiple_of", "tensor_parallel", "allocation",
         "non_uniform", "selection", "kept",
         "compensation", "options", "propagate", "reconstruct", "reconstruct_rate",
-        "prediction_passes", "token_weights", "final_norm", "kv_groups", "calibration",
+        "prediction_passes", "token_weights", "kv_groups", "calibration",
         "text_column", "samples", "seq_len", "seed", "holdout", "guard", "bos",
         "dtype", "target", "forward_dtype", "solve_dtype",
     }  # fmt: skip
@@ -236,7 +236,7 @@ def test_functions_are_tried_before_any_work(settings, match):
 
 
 BESIDE = {
-    "selection": "rcpu", "propagate": False, "final_norm": False, "compensation": "coec",
+    "selection": "rcpu", "propagate": False, "compensation": "coec",
     "ridge": 0.02, "reconstruct": 0, "reconstruct_rate": 0.5, "token_weights": "equal",
     "kv_groups": "all", "holdout": 0.25, "sparsity": 0.5, "multiple_of": "8",
 }  # fmt: skip

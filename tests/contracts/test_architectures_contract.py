@@ -369,7 +369,7 @@ def test_errors_do_not_propagate_through_parts_that_cannot_be_told_apart(variant
     for asked in ({"preset": "best"}, {"preset": "balanced", "propagate": True}):
         with pytest.raises(OptionError, match=r"propagate needs blocks that .*propagate = false;"):
             coec.plan(models[variant], **settings | asked)
-    given = {"preset": "best", "propagate": False, "final_norm": False}
+    given = {"preset": "best", "propagate": False}
     assert coec.plan(models[variant], **settings | given).recipe.reconstruction.reconstruct
 
 

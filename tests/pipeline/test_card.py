@@ -71,7 +71,7 @@ def command_of(folder):
             "prediction_passes": 0,
             "reconstruct_rate": 0.002,
         },
-        {"reconstruct": 0, "propagate": False, "final_norm": False},
+        {"reconstruct": 0, "propagate": False},
         {"preset": "fast", "dtype": "float32", "budget_memory": "120kB", "context": 16},
         {
             "preset": "fast",

@@ -78,7 +78,6 @@ def test_the_result_is_that_of_a_pruning_with_these_units(settings, dense, cut, 
         "inferred_from": RawCheckpoint.open(folder).digest,
     }  # fmt: skip
     assert seen[:2] == [("matching", 1, 2), ("matching", 2, 2)]
-    assert f"the units of `{folder.name}` kept." in (tmp_path / "one/README.md").read_text()
 
 
 def test_a_recipe_and_statistics_do_as_well(dense, cut, tokens, tmp_path):

@@ -54,7 +54,7 @@ def test_every_family_without_two_blocks(variant, tokens, tmp_path):
     settings = {**DEPTH, **ALONE, "calibration": tokens, "drop_blocks": 2}
     settings |= {"preset": "fast", "compensation": "none"} if adds else {
         "preset": "balanced", "reconstruct": 1, "reconstruct_rate": 1e-30, "propagate": False,
-        "final_norm": False, "compensation": "none",
+        "compensation": "none",
     }  # fmt: skip
     report = coec.prune(model, tmp_path / "out", **settings)
     dropped = report.plan["dropped_blocks"]
@@ -156,7 +156,7 @@ def test_a_budget_holds_whatever_blocks_go(variant, tokens, tmp_path):
         changes = {"num_hidden_layers": 6, "mlp_only_layers": [0, 1, 2, 3]}
         model = tm.save(tm.tiny(variant, **changes), model)
     settings = {**DEPTH, "calibration": tokens, "preset": "balanced", "reconstruct": 1}
-    settings |= {"propagate": False, "final_norm": False, "compensation": "none"}
+    settings |= {"propagate": False, "compensation": "none"}
     settings |= {"multiple_of": 1}
     report = coec.prune(model, tmp_path / "out", **settings, drop_blocks=2, budget_parameters=0.6)
     share = Dense.open(tmp_path / "out").parameters / Dense.open(model).parameters
@@ -239,8 +239,8 @@ def test_positions_that_a_class_leaves_out_by_number_stay(tokens):
 
 
 REFUSED = {
-    "final norm": (
-        {"drop_blocks": 1, "preset": "paper", "final_norm": True},
+    "validation": (
+        {"drop_blocks": 1, "preset": "paper", "kv_groups": "held-out", "holdout": 0.25},
         "solved on the states of the pruned model: set propagate or reconstruct",
     ),
     "context": ({"context": 100}, "context has no effect with no budget_memory"),

@@ -109,7 +109,7 @@ class Cell:
         recipe: dict[str, Any] | None = None
         if self.recipe is not None:
             # Settings that change nothing are left out, so that rows which lack them still stand.
-            recipe = self.recipe.record()
+            recipe = self.recipe.record() | {"final_norm": False}  # which rows had once, off
             idle = {name for name, value in NEWER.items() if recipe.get(name) == value}
             idle |= set(self.recipe.reconstruction.idle())
             recipe = {name: value for name, value in recipe.items() if name not in idle}

@@ -24,7 +24,7 @@ TAKEN = ("license", "license_name", "license_link", "language")
 """What a dense model's card says that holds for what is made of it too."""
 BEYOND = (
     "reconstruct", "reconstruct_rate", "prediction_passes", "propagate", "token_weights",
-    "final_norm", "kv_groups",
+    "kv_groups",
 )  # fmt: skip
 """Settings that run the pruned model beside the dense one."""
 _TRAINED_WITH = (

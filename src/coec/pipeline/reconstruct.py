@@ -10,11 +10,10 @@ import functools
 import math
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar, get_args
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from coec.calibration.windows import validation_count
@@ -43,7 +42,7 @@ from coec.planning.run import Run
 from coec.reconstruction.block_training import Training, relative_error, train_block
 from coec.settings.fields import nth_seed
 from coec.streaming.dense_stream import Measured, Sums
-from coec.streaming.head import Head, Prediction, rescaled_norm
+from coec.streaming.head import Head, Prediction
 from coec.streaming.layers import Layers
 from coec.streaming.passes import BlockSource
 from coec.streaming.token_weights import least_square, token_weights
@@ -63,20 +62,6 @@ _GENTLER = 0.1
 makes them worse."""
 _CARRIED = 0.6
 """Share of the error made so far that a consumer aims to take back (docs/lab/LOG.md)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Ending:
-    """The end of a pruned model.
-
-    Attributes:
-        norm: the final norm's weight, where it is changed.
-        facts: scores on validation windows, JSON-ready. Without such windows there are none, unless
-            the final norm is rescaled: scores are then those on the windows fitted on.
-    """
-
-    norm: Float[Tensor, " h"] | None
-    facts: JsonDict
 
 
 def reconstruct(
@@ -128,8 +113,7 @@ def reconstruct(
                 finished, checkpoint.solved, "reconstructing", progress
             ):
                 checkpoint.keep(block)
-            ending = reconstruction.end(finished, progress)
-            checkpoint.end(ending.norm, ending.facts)
+            checkpoint.end(reconstruction.end(finished, progress))
     return checkpoint, {"kv_groups": chosen, **checkpoint.facts, "candidates": trials}
 
 
@@ -139,7 +123,7 @@ def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) 
         with contextlib.suppress(NothingKeptError):
             for _ in trial.blocks(lambda index: None, (), phase, progress, few=True):
                 pass
-            return trial.end(lambda index: None).facts
+            return trial.end(lambda index: None)
     raise lost(LostError(phase))
 
 
@@ -198,8 +182,13 @@ class BlockReconstruction:
                 if progress:
                     progress(phase, block.index + 1, len(blocks))
 
-    def end(self, finished: Finished, progress: Progress | None = None) -> Ending:
-        """Return the end of the pruned model and how well it predicts, after the last block."""
+    def end(self, finished: Finished, progress: Progress | None = None) -> JsonDict:
+        """Return how well the pruned model predicts validation windows, after the last block.
+
+        Empty where there are none: how well windows are predicted that were fitted on says nothing
+        of others. On a real model their KL was less than half of what it was elsewhere
+        (docs/lab/LOG.md).
+        """
         work = functools.partial(self._end, progress)
         return self._before(len(self._dense.layout.blocks), finished, work)
 
@@ -217,40 +206,18 @@ class BlockReconstruction:
                     raise lost(error) from error
         raise AssertionError
 
-    def _end(self, progress: Progress | None) -> Ending:
-        if not (self._validates or self._settings.final_norm):
-            # How well windows are predicted that were fitted on says nothing of others: on a real
-            # model their KL was less than half of what it was elsewhere (docs/lab/LOG.md).
-            return Ending(None, {})
-        facts = {
-            "windows": "held out" if self._validates else "fitted",
-            "dense": self._score(progress, dense=True).perplexity,
-        }
-        plain = self._score(progress)
-        if not self._settings.final_norm:
-            return Ending(None, {**facts, **plain.record()})
-        before = self._dense.tensor(self._dense.layout.norm).to(self._run.forward)
-        try:
-            rescaled = rescaled_norm(before, self._group.each(TwoStreams.norm_sums))
-            norm = cast(rescaled, self._run.written, "final norm")
-        except NumericalError as error:
-            record(f"the final norm is not rescaled: {error}")
-            return Ending(None, {**facts, **plain.record()})
-        fitted = self._score(progress, norm)
-        improves = _or_inf(fitted.perplexity) < _or_inf(plain.perplexity)
-        comparison = {"taken": improves, "without": plain.perplexity, "with": fitted.perplexity}
-        best = (fitted if improves else plain).record()
-        return Ending(norm if improves else None, {**facts, **best, "final_norm": comparison})
+    def _end(self, progress: Progress | None) -> JsonDict:
+        if not self._validates:
+            return {}
+        dense = self._score(progress, dense=True).perplexity
+        return {"windows": "held out", "dense": dense, **self._score(progress).record()}
 
-    def _score(
-        self, progress: Progress | None, norm: Tensor | None = None, *, dense: bool = False
-    ) -> Prediction:
-        """Return how well a model predicts, the pruned one maybe with another final norm."""
+    def _score(self, progress: Progress | None, *, dense: bool = False) -> Prediction:
+        """Return how well either model predicts the validation windows."""
         calibration, length = self._run.recipe.calibration, self._run.plan.seq_len
-        validation = validation_count(calibration.samples, calibration.validation)
-        windows: WindowKind = "validation" if validation else "fit"
-        count, sums = validation or calibration.samples, Prediction()
-        for batch in self._group.each(TwoStreams.predict, windows, norm, dense):
+        count = validation_count(calibration.samples, calibration.validation)
+        sums = Prediction()
+        for batch in self._group.each(TwoStreams.predict, "validation", dense):
             sums.add(batch)
             if progress:
                 progress("predicting windows", sums.tokens // (length - 1), count)

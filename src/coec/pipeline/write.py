@@ -41,7 +41,7 @@ from coec.planning.run import Run
 
 MAX_SHARD = "2GB"
 _ENDING = "ending"
-"""The piece that holds the final norm, and how well the model predicts."""
+"""The note that says how well the model predicts."""
 
 
 class Checkpoint:
@@ -130,12 +130,10 @@ class Checkpoint:
         """True once the end of the pruned model is known (`end`)."""
         return _ENDING in self._journal
 
-    def end(self, norm: Tensor | None, facts: JsonDict) -> None:
-        """Keep the final norm's weight, where it is changed, and the scores of the model."""
+    def end(self, facts: JsonDict) -> None:
+        """Keep the scores of the model."""
         self._settle()
-        tensors = {} if norm is None else {self._dense.layout.norm: norm}
-        path = self._journal.work / "ending.safetensors"
-        self._journal.put(_ENDING, path, functools.partial(write_tensors, tensors), **facts)
+        self._journal.note(_ENDING, **facts)
 
     @property
     def facts(self) -> JsonDict:
@@ -208,15 +206,12 @@ class Checkpoint:
 
         Every file is opened once: a tensor holds a map of all of it.
         """
-        # Tensors outside of blocks are the dense model's, but for a final norm that was fitted.
-        changed = read_tensors(self._journal.path(_ENDING)) if self.ended else {}
         tensors: dict[str, Tensor] = {}
         inside = {name: whole for whole in names if (name := self._names.get(whole))}
         for block, group in itertools.groupby(sorted(inside), self._block_of):
             if block is None:
                 for name in group:
-                    tensor = changed[name] if name in changed else self._dense.tensor(name)
-                    tensors[inside[name]] = tensor.to(self._dtype)
+                    tensors[inside[name]] = self._dense.tensor(name).to(self._dtype)
                 continue
             with opened(self._journal.path(self._weights(block))) as file:
                 tensors |= {inside[name]: file.get_tensor(name) for name in group}

@@ -89,7 +89,7 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
         add("training on predictions", (*_FIT, "logits"), predictions)
     if settings.sequential:
         validation = plan.tokens * (calibration.validation or 1)
-        add("predicting", _PREDICT, (4 + 2 * settings.final_norm) * _head(plan, validation))
+        add("predicting", _PREDICT, 4 * _head(plan, validation))
     add("writing", (*_PROCESS, "shard"))
     return phases
 

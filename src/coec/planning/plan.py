@@ -281,7 +281,7 @@ class Plan:
         weights = full.token_weights if full.propagate else "equal"
         brief = Reconstruction(
             preset=full.preset, propagate=full.propagate, token_weights=weights,
-            final_norm=full.final_norm, kv_groups=full.kv_groups,
+            kv_groups=full.kv_groups,
         )  # fmt: skip
         calibration = self.recipe.calibration
         samples = min(calibration.samples, max(2, TRIED_TOKENS // self.seq_len))

@@ -106,15 +106,14 @@ def _without_fits(recipe: Recipe, why: str) -> Recipe:
 def _without_propagation(recipe: Recipe, why: str) -> Recipe:
     """Return the recipe whose closed forms take the dense model's inputs, if a preset yields.
 
-    What needs to know what each part of a block adds is left out: `propagate`, and the final
-    norm's rescale. Training goes on. `why` says why a block's parts cannot be told apart.
+    Training goes on. `why` says why a block's parts cannot be told apart.
     """
     settings = recipe.reconstruction
     if not settings.reconstruct:
         return _without_fits(recipe, why)
     if settings.preset not in YIELDING or "propagate" in recipe.given:
         return recipe
-    settings = replace(settings, propagate=False, final_norm=False, left_out=why)
+    settings = replace(settings, propagate=False, left_out=why)
     return replace(recipe, reconstruction=settings)
 
 
@@ -145,11 +144,11 @@ def _check_needs_no_text(recipe: Recipe) -> None:
 
 def _check_model(recipe: Recipe, model: Description) -> None:
     architecture, pruning = model.architecture, recipe.pruning
-    if (addition := architecture.adds) and (setting := _needs_parts(recipe)):
+    if (addition := architecture.adds) and recipe.reconstruction.propagate:
         raise OptionError(
-            f"{setting} needs blocks that add what attention and the MLP return, one after the "
+            "propagate needs blocks that add what attention and the MLP return, one after the "
             f"other; those of {architecture.model_type} add {addition}: leave it out "
-            f"({setting} = false; preset = balanced does)"
+            "(propagate = false; preset = balanced does)"
         )
     if "context" in recipe.given and pruning.budget_memory is None:
         raise without_effect("context", "no budget_memory")
@@ -258,13 +257,6 @@ def _check_heads(recipe: Recipe, model: Description) -> None:
             "attention_units = heads leaves every KV group a query head at least, and this model "
             "has one in each: leave it out"
         )
-
-
-def _needs_parts(recipe: Recipe) -> str | None:
-    """Return the setting that needs to know what each part of a block adds; None for none."""
-    settings = recipe.reconstruction
-    switches = {"propagate": settings.propagate, "final_norm": settings.final_norm}
-    return next((name for name, value in switches.items() if value), None)
 
 
 def _check_experts(model: Description, sparsity: float) -> None:

@@ -244,7 +244,6 @@ class Reconstruction(Settings):
             predictions. 0 disables them.
         token_weights: Weights of tokens in statistics and training: `equal`, or `residual`, one
             over the mean square of the token's hidden state, by which the next norm divides.
-        final_norm: Rescale the channels of the final norm, if that lowers validation perplexity.
         kv_groups: Number of KV groups that stay: `uniform`, by sparsity; `all`, with more channels
             removed for the same parameters; or `held-out`, whichever of these has the lower KL to
             the dense model on validation windows, or what allocation = error gives every block.
@@ -259,7 +258,6 @@ class Reconstruction(Settings):
     )
     prediction_passes: int = setting(0, least=0)
     token_weights: TokenWeights = setting("equal")
-    final_norm: bool = setting(False)
     kv_groups: KvGroups = setting("uniform")
     left_out: str = ""
 
@@ -272,7 +270,6 @@ class Reconstruction(Settings):
         switches = {
             "propagate": self.propagate,
             "reconstruct": self.reconstruct,
-            "final_norm": self.final_norm,
             "kv_groups": self.kv_groups == "held-out",
         }
         return next((name for name, value in switches.items() if value), None)

@@ -45,7 +45,7 @@ PRESETS: dict[PresetName, Preset] = {
         3.2,
         _CLOSED_FORMS | {
             "token_weights": "residual", "reconstruct": 4, "prediction_passes": 2,
-            "final_norm": True, "holdout": HOLDOUT,
+            "holdout": HOLDOUT,
         },
     ),
     "best": Preset(
@@ -54,7 +54,7 @@ PRESETS: dict[PresetName, Preset] = {
         6.0,
         _CLOSED_FORMS | {
             "token_weights": "residual", "reconstruct": 8, "reconstruct_rate": 0.005,
-            "prediction_passes": 6, "final_norm": True, "kv_groups": "held-out",
+            "prediction_passes": 6, "kv_groups": "held-out",
             "holdout": HOLDOUT,
         },
     ),

@@ -34,7 +34,6 @@ class PruningSettings(TypedDict, total=False):
     reconstruct_rate: float
     prediction_passes: int
     token_weights: Literal["equal", "residual"]
-    final_norm: bool
     kv_groups: Literal["uniform", "all", "held-out"]
     calibration: Any
     text_column: str

@@ -1,13 +1,11 @@
 """The end of a model: its final norm, the logits, and how well they predict a text."""
 
 import math
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from coec.models.dense import Dense
@@ -137,22 +135,11 @@ class Head:
         return cast(Tensor, self._model.base_model.norm.weight)
 
     @torch.no_grad()
-    def normed(self, state: Float[Tensor, "n length h"]) -> Float[Tensor, "n length h"]:
-        """Return hidden states after the final norm, its weight taken as 1 and a bias as 0."""
-        norm = self._model.base_model.norm
-        plain = {
-            key: torch.full_like(held, key == "weight") for key, held in norm.named_parameters()
-        }
-        out: Tensor = functional_call(norm, plain, state.to(self._device))
-        return out
-
-    @torch.no_grad()
     def predicted(
         self,
         state: Float[Tensor, "n length h"],
         dense: Float[Tensor, "n length h"],
         windows: Int[Tensor, "n length"],
-        norm: Float[Tensor, " h"] | None = None,
     ) -> Prediction:
         """Return how well hidden states behind the last layer predict the windows they come from.
 
@@ -160,7 +147,6 @@ class Head:
             state: of the model.
             dense: of the dense model.
             windows: token ids.
-            norm: another weight of the final norm, for the model alone.
         """
         sums = Prediction()
         size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
@@ -168,8 +154,8 @@ class Head:
         runs = [states[:, :-1].flatten(0, 1).split(size) for states in (state, dense)]
         next_tokens = windows[:, 1:].flatten().split(size)
         for run, dense_run, ids in zip(*runs, next_tokens, strict=True):
-            log_p = self._logits(run, norm).log_softmax(dim=-1)
-            baseline = self._logits(dense_run, None).log_softmax(dim=-1)
+            log_p = self._logits(run).log_softmax(dim=-1)
+            baseline = self._logits(dense_run).log_softmax(dim=-1)
             sums.update(log_p, ids.to(self._device), baseline)
         return sums
 
@@ -187,10 +173,10 @@ class Head:
         for run, dense_run in zip(*runs, strict=True):
             # Dense states → log q, no derivatives; pruned states → log p → KL(q ‖ p), ∂KL/∂states
             with torch.no_grad():
-                log_q = self._logits(dense_run, None).log_softmax(dim=-1)
+                log_q = self._logits(dense_run).log_softmax(dim=-1)
             inputs = run.detach().to(self.norm).requires_grad_(state.requires_grad)
             with torch.set_grad_enabled(state.requires_grad):
-                log_p = self._logits(inputs, None).log_softmax(dim=-1)
+                log_p = self._logits(inputs).log_softmax(dim=-1)
                 value = F.kl_div(log_p, log_q, log_target=True, reduction="sum")
             total += value.detach()
             if state.requires_grad:
@@ -202,42 +188,11 @@ class Head:
         by_state = torch.cat(gradients).view_as(state)
         return total + ((state - state.detach()) * by_state).sum()
 
-    def norm_sums(
-        self, state: Float[Tensor, "n length h"], dense: Float[Tensor, "n length h"]
-    ) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
-        """`Σ n̂ n` and `Σ n̂²` of a batch, for `rescaled_norm`."""
-        n_hat, n = self.normed(state), self.normed(dense)
-        product = (n_hat * n).sum(dim=(0, 1), dtype=torch.float64).cpu()
-        return product, n_hat.square().sum(dim=(0, 1), dtype=torch.float64).cpu()
-
-    def _logits(
-        self, state: Float[Tensor, "tokens h"], norm: Tensor | None
-    ) -> Float[Tensor, "tokens v"]:
+    def _logits(self, state: Float[Tensor, "tokens h"]) -> Float[Tensor, "tokens v"]:
         """Return logits in float32 or wider."""
         self._given.state = state[None].to(self._device)
-        prefix = self._model.base_model_prefix
-        changed = {} if norm is None else {f"{prefix}.norm.weight": norm.to(self.norm)}
-        out: Any = functional_call(
-            self._model, changed, kwargs={"inputs_embeds": self._given.state, "use_cache": False}
-        )
-        logits: Tensor = out.logits[0]
+        logits: Tensor = self._model(inputs_embeds=self._given.state, use_cache=False).logits[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def rescaled_norm(
-    norm: Float[Tensor, " h"],
-    sums: Iterable[tuple[Float[Tensor, " h"], Float[Tensor, " h"]]],
-) -> Float[Tensor, " h"]:
-    """The final norm's weight, every channel rescaled to fit the dense model's (METHODS §8).
-
-    `γ_i ← γ_i · Σ n̂_i n_i / Σ n̂_i²` over the normed states n̂ of the pruned and n of the dense
-    model, sums of every batch by `Head.norm_sums`; a channel that is 0 stays as it is.
-    """
-    product = square = torch.zeros((), dtype=torch.float64)
-    for batch_product, batch_square in sums:
-        product, square = product + batch_product, square + batch_square
-    factor = torch.where(square > 0, product / square, torch.ones_like(square))
-    return norm.detach().cpu().double() * factor
 
 
 def _picked(log_p: Tensor, next_tokens: Tensor) -> float:

@@ -301,21 +301,11 @@ class TwoStreams:
         self._index = index + 1
         self._opened = None
 
-    def predict(
-        self, windows_kind: WindowKind, norm: Float[Tensor, " h"] | None, dense: bool
-    ) -> Iterator[Prediction]:
-        """Yield how well every batch is predicted behind the last block, by either model.
-
-        The pruned one may have another weight of the final norm.
-        """
+    def predict(self, windows_kind: WindowKind, dense: bool) -> Iterator[Prediction]:
+        """Yield how well every batch is predicted behind the last block, by either model."""
         states = self._dense_states if dense else self._pruned_states
         for n in self._numbers(windows_kind):
-            yield self._head.predicted(states[n], self._dense_states[n], self._batches[n].ids, norm)
-
-    def norm_sums(self) -> Iterator[tuple[Float[Tensor, " h"], Float[Tensor, " h"]]]:
-        """Yield `Σ n̂ n` and `Σ n̂²` of every batch fitted on, as `rescaled_norm` takes them."""
-        for n in self._numbers("fit"):
-            yield self._head.norm_sums(self._pruned_states[n], self._dense_states[n])
+            yield self._head.predicted(states[n], self._dense_states[n], self._batches[n].ids)
 
     def _numbers(self, windows_kind: WindowKind) -> Iterator[int]:
         return (n for numbers in self._parts[windows_kind] for n in numbers)
