@@ -73,7 +73,11 @@ def pruned(place, out, monkeypatch, count, lost=lambda name: False, made="unifor
         size = max(1, len(windows) // SUMMANDS)
         several = shards(windows, held, count, size)
         dense = source._dense
-        yield Several(lambda shard: TwoStreams(dense, run, shard, source.device), several, lost)
+        yield Several(
+            lambda shard: TwoStreams(dense, shard=shard, **run.streams(source.device)),
+            several,
+            lost,
+        )
 
     monkeypatch.setattr(DensePass, "worker_group", worker_group)
     coec.prune(place / "model", out, calibration=place / "tokens.npy", **MADE[made])

@@ -14,6 +14,7 @@ from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.depth import renumbered, without_blocks
+from coec.pipeline import depth
 from coec.pipeline.depth import dispensable_blocks
 from coec.types import KeptSet
 
@@ -192,7 +193,7 @@ def test_a_killed_run_goes_on_without_the_same_blocks(tokens, tmp_path, monkeypa
         patch.setattr(pruning.Checkpoint, "keep", killed)
         with pytest.raises(KeyboardInterrupt):
             coec.prune(model, tmp_path / "out", **settings)
-    monkeypatch.setattr(pruning, "dispensable_blocks", None)  # is not asked again
+    monkeypatch.setattr(depth, "dispensable_blocks", None)  # is not asked again
     coec.prune(model, tmp_path / "out", **settings)
     assert tm.same_weights(tmp_path / "out", tmp_path / "whole")
 

@@ -18,6 +18,7 @@ from coec.distributed.workers import to_cpu
 from coec.errors import CalibrationError, OptionError, UnfinishedError
 from coec.models.dense import Dense
 from coec.pipeline import reconstruct as reconstruction
+from coec.pipeline import trials
 from coec.pipeline import write as writing
 from coec.pipeline.solve import SINKS
 from coec.planning import run as planned_run
@@ -205,7 +206,7 @@ def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(pruned,
     """Few windows say little about perplexity: the distance from the dense model decides."""
     facts = {"windows": "held out", "dense": 2.0}
     found = iter([{**facts, "perplexity": 3.1, "kl": 0.2}, {**facts, "perplexity": 3.0, "kl": 0.3}])
-    monkeypatch.setattr(reconstruction, "_trial", lambda *given: dict(next(found)))
+    monkeypatch.setattr(trials, "_trial", lambda *given: dict(next(found)))
     report = pruned(preset="best", **QUICK)
     assert report.reconstruction["kv_groups"] == "uniform"
     assert report.reconstruction["candidates"]["all"]["perplexity"] == 3.0

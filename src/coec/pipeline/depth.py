@@ -5,11 +5,31 @@ from jaxtyping import Int
 from torch import Tensor
 
 from coec.events import Progress
+from coec.execution.journal import Journal
 from coec.models.dense import Dense
+from coec.planning.run import Run
 from coec.streaming.dense_stream import first_windows
 from coec.streaming.head import Head
 from coec.streaming.layers import Layers, State
+from coec.streaming.passes import BlockSource
 from coec.streaming.sensitivity import TOKENS
+
+_DROPPED = "dropped blocks"
+"""The note that says which blocks are left out."""
+
+
+def shortened(
+    journal: Journal, dense: Dense, run: Run, source: BlockSource, progress: Progress | None
+) -> Run:
+    """Return the run that leaves out the blocks that are missed least, chosen once."""
+    if _DROPPED not in journal:
+        windows, _ = source.windows_of_text()
+        blocks = dispensable_blocks(
+            dense, windows, run.recipe.pruning.drop_blocks, device=run.device, dtype=run.forward,
+            progress=progress,
+        )  # fmt: skip
+        journal.note(_DROPPED, blocks=blocks, made_of=dense.digests_of(dense.layout.blocks))
+    return run.without(tuple(journal.facts(_DROPPED)["blocks"]))
 
 
 @torch.no_grad()

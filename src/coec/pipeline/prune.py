@@ -23,10 +23,11 @@ from coec.models.files import JsonDict
 from coec.models.folder import carried_files
 from coec.pipeline.allocate import check_leader, measure_importances
 from coec.pipeline.card import origin, write_card
-from coec.pipeline.depth import dispensable_blocks
+from coec.pipeline.depth import shortened
 from coec.pipeline.reconstruct import reconstruct
 from coec.pipeline.report import Report
 from coec.pipeline.solve import solve_block
+from coec.pipeline.trials import choose
 from coec.pipeline.write import Checkpoint, dtype_name, space_needed
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
@@ -34,9 +35,6 @@ from coec.planning.run import Run
 from coec.settings.typed import PruningSettings
 from coec.streaming.passes import BlockSource, SavedPass, expect_unchanged
 from coec.streaming.statistics import Statistics
-
-_DROPPED = "dropped blocks"
-"""The note that says which blocks are left out."""
 
 
 def plan(
@@ -152,22 +150,17 @@ def _pruned(
     expect_unchanged(pieces, dense, source)
     calibration = source.begin(pieces, progress)
     seconds.lap("reading text")
-    if count := run.recipe.pruning.drop_blocks:
-        if _DROPPED not in pieces:
-            windows, _ = source.windows_of_text()
-            chosen = dispensable_blocks(
-                dense, windows, count, device=run.device, dtype=run.forward, progress=progress
-            )
-            made_of = dense.digests_of(dense.layout.blocks)
-            pieces.note(_DROPPED, blocks=chosen, made_of=made_of)
-        run = run.without(tuple(pieces.facts(_DROPPED)["blocks"]))
+    if run.recipe.pruning.drop_blocks:
+        run = shortened(pieces, dense, run, source, progress)
         seconds.lap("choosing blocks")
     if not run.plan.decided:
         run = run.allocated(measure_importances(pieces, dense, source, run, progress))
         seconds.lap("allocating")
     facts: JsonDict = {}
     if run.recipe.reconstruction.sequential:
-        checkpoint, facts = reconstruct(pieces, dense, run, source, progress)
+        chosen, trials = choose(pieces, dense, run, source, progress)
+        checkpoint = reconstruct(pieces, dense, chosen, source, progress)
+        facts = checkpoint.facts | trials
         seconds.lap("reconstructing")
     else:
         checkpoint = Checkpoint(pieces, dense, run)

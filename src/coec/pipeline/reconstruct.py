@@ -25,7 +25,7 @@ from coec.execution.journal import Journal
 from coec.linalg.spd import solve_right
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.files import JsonDict, write_json
+from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import cast, cut_block
 from coec.pipeline.solve import (
@@ -51,7 +51,7 @@ from coec.streaming.two_streams import (
     TwoStreams,
     WindowKind,
 )
-from coec.streaming.worker_group import Finished, NothingKeptError, WorkerGroup
+from coec.streaming.worker_group import Finished, WorkerGroup
 from coec.types import Gram, GramSum
 
 _Result = TypeVar("_Result")
@@ -70,36 +70,19 @@ def reconstruct(
     run: Run,
     source: BlockSource,
     progress: Progress | None = None,
-) -> tuple[Checkpoint, JsonDict]:
-    """Try each candidate of a run in closed form; reconstruct the one of lowest KL.
+) -> Checkpoint:
+    """Solve and train the blocks of a run in sequence.
 
     Args:
         journal: keeps what is finished.
         dense: the model.
-        run: how it is pruned, with its candidates.
+        run: how it is pruned.
         source: of the windows.
         progress: called with (phase, done, total).
 
     Returns:
-        The checkpoint, all of whose blocks are solved; and how well it and every candidate predict.
+        The checkpoint, all of whose blocks are solved, and how well it predicts.
     """
-    trials: dict[str, JsonDict] = {}
-    for name in run.candidates if len(run.candidates) > 1 else ():
-        piece = f"trial-{name}.json"
-        if piece not in journal:
-            brief = run.choosing(name).briefly()
-            with source.worker_group(brief) as group:
-                trial = BlockReconstruction(dense, brief, group)
-                facts = _trial(trial, f"trying {name}", progress)
-            facts["widths"] = brief.plan.record()["widths"]
-            made_of = dense.digests_of(dense.layout.blocks)
-            write = functools.partial(write_json, content=facts)
-            journal.put(piece, journal.work / piece, write, made_of=made_of, trial=facts)
-        trials[name] = journal.facts(piece)["trial"]
-    # Perplexity of few windows is noisy: how likely their next tokens were says less about a model
-    # than all that the dense one expects there (docs/lab/LOG.md).
-    chosen = min(trials or run.candidates, key=lambda name: _or_inf(trials.get(name, {}).get("kl")))
-    run = run.choosing(chosen)
     checkpoint = Checkpoint(journal, dense, run)
     checkpoint.say_resumed(progress)
     if not (checkpoint.ended and checkpoint.complete):
@@ -114,17 +97,7 @@ def reconstruct(
             ):
                 checkpoint.keep(block)
             checkpoint.end(reconstruction.end(finished, progress))
-    return checkpoint, {"kv_groups": chosen, **checkpoint.facts, "candidates": trials}
-
-
-def _trial(trial: "BlockReconstruction", phase: str, progress: Progress | None) -> JsonDict:
-    """Return how well a model predicts of which a few blocks are pruned; nothing of it is kept."""
-    for _ in range(RETRIES + 1):
-        with contextlib.suppress(NothingKeptError):
-            for _ in trial.blocks(lambda index: None, (), phase, progress, few=True):
-                pass
-            return trial.end(lambda index: None)
-    raise lost(LostError(phase))
+    return checkpoint
 
 
 class BlockReconstruction:
@@ -386,8 +359,3 @@ class BlockReconstruction:
             residual *= gram.tokens / total_weight
         change = share * solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
         return gram, weight + change
-
-
-def _or_inf(score: float | None) -> float:
-    """Return a score to compare; one that is not finite is the worst."""
-    return math.inf if score is None else score

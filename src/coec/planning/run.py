@@ -4,6 +4,7 @@ fits in the free memory.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -11,11 +12,13 @@ from coec.allocation.by_importance import Importances
 from coec.devices import DTYPES, FreeMemory
 from coec.errors import OptionError
 from coec.models.dense import Dense
+from coec.models.description import Description
 from coec.planning.memory import ComputeConfig, disk, needed_beside, sampled_window
 from coec.planning.phases import Phase, phases_of
 from coec.planning.plan import Plan
 from coec.planning.recipe import Recipe
 from coec.settings.parts import SolveDtypeName
+from coec.streaming.layers import HOST
 from coec.streaming.self_text import windows_at_once
 
 OVER = 1.2
@@ -83,6 +86,14 @@ class Run:
     def recipe(self) -> Recipe:
         """The recipe, its defaults filled in."""
         return self.plan.recipe
+
+    def streams(self, device: torch.device) -> dict[str, Any]:
+        """Return what `TwoStreams` takes besides the dense model and the windows."""
+        return {
+            "pruned": Description.of(self.plan.output.config), "device": device,
+            "home": device if self.states_on_device else HOST, "dtype": self.forward,
+            "written": self.written, "propagate": self.recipe.reconstruction.propagate,
+        }  # fmt: skip
 
     def allocated(self, importances: Importances) -> "Run":
         """Return the run whose widths by block are decided by the importance of units."""

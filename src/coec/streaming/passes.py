@@ -189,7 +189,7 @@ class DensePass(BlockSource):
     @contextmanager
     def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
         [shard] = shards(*self.windows_of(run))
-        yield LocalGroup(TwoStreams(self._dense, run, shard, self.device))
+        yield LocalGroup(TwoStreams(self._dense, shard=shard, **run.streams(self.device)))
 
 
 class SavedPass(BlockSource):

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from coec.devices import summed_products
 from coec.models.dense import Dense, Prefetcher
 from coec.models.description import Description
-from coec.planning.run import Run
 from coec.reconstruction.block_training import Example
 from coec.streaming.dense_stream import LEAST_BATCHES, batch_size, in_parts, summed_inputs
 from coec.streaming.head import Head, Prediction
-from coec.streaming.layers import HOST, Layers, State
+from coec.streaming.layers import Layers, State
 from coec.streaming.token_weights import squares_of, token_weights
 from coec.types import GramSum
 
@@ -105,15 +104,29 @@ class TwoStreams:
 
     Args:
         dense: the model.
-        run: the sizes of the pruned model, and how it is made.
+        pruned: the sizes of the pruned model.
         shard: the windows.
-        device: where to compute; hidden states wait there or on the host, as the run says.
+        device: where to compute.
+        home: where hidden states wait.
+        dtype: dtype of the forward passes.
+        written: dtype of the written weights.
+        propagate: solve every sublayer on the pruned model's inputs.
     """
 
-    def __init__(self, dense: Dense, run: Run, shard: Shard, device: torch.device) -> None:
+    def __init__(
+        self,
+        dense: Dense,
+        pruned: Description,
+        shard: Shard,
+        device: torch.device,
+        *,
+        home: torch.device,
+        dtype: torch.dtype,
+        written: torch.dtype,
+        propagate: bool,
+    ) -> None:
         self._dense, self._device = dense, device
-        self._propagate = run.recipe.reconstruction.propagate
-        self._dtype, self._written = run.forward, run.written
+        self._propagate, self._dtype, self._written = propagate, dtype, written
         self._batches = {
             b.number: b for by_part in shard.values() for batches in by_part for b in batches
         }
@@ -121,8 +134,6 @@ class TwoStreams:
             windows_kind: [[b.number for b in batches] for batches in by_part]
             for windows_kind, by_part in shard.items()
         }
-        pruned = Description.of(run.plan.output.config)
-        home = device if run.states_on_device else HOST
         self._dense_layers = Layers(dense, device=device, dtype=self._dtype, home=home)
         self._pruned_layers = Layers(pruned, device=device, dtype=self._dtype, home=home)
         self._pruned_sites = {site.key: site for site in pruned.layout.sites}
