@@ -11,7 +11,8 @@ product in that dtype; elementwise work counts as nothing. Then the whole model'
 `coec.perplexity` and by a loop over `model(ids).logits`, in turns, loading and text included. Then
 the median step of a training, a window of 512 tokens, of the first blocks towards the dense ones:
 by `coec.recover` and by a loop over `loss.backward(); optimizer.step()`. Rows are in
-benchmarks/results/real_floor.json; `--presets` and `--windows 0` alone leave out a part.
+benchmarks/results/real_floor.json; `--presets` without a name, `--windows 0` and `--steps 0` leave
+out a part, and its last results stay.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--windows", type=int, default=16, help="of 512 tokens that eval is timed on"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8, help="of a training, by either way")
+    parser.add_argument("--steps", type=int, default=8, help="of a training, 8 at least; 0: none")
     chosen = parser.parse_args(arguments)
     print(f"{record.header()}\n", flush=True)
     rates = {dtype: record.matmul_rate("cpu", dtype) for dtype in DTYPES}
@@ -80,7 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
     trained = training_steps(chosen.blocks[1], chosen.steps) if chosen.steps else None
     named = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
     results = {"rates": named, "rows": rows, "eval": evaluated, "training": trained}
-    record.save("real_floor", arguments, results)
+    kept = {name: record.load("real_floor").get(name) for name in results}  # of parts left out
+    record.save("real_floor", arguments, {name: results[name] or kept[name] for name in results})
     print(", ".join(f"{name} {rate / 1e9:.0f} G/s" for name, rate in named.items()))
     lines = [
         [row["preset"], f"{row['operations'] / 1e9:,.0f} G", f"{row['floor']:.2f}",

@@ -53,7 +53,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 PHASES = ("calibrating", "passes", "solving attention", "solving mlp", "training blocks")
 COLUMNS = ["model", "recipe", *(f"{phase}, GB" for phase in PHASES), "host, GB", "operations",
            "disk, GB"]  # fmt: skip
-FIRST, LAST = "<!-- python -m benchmarks.scale -->", "<!-- end of the plans -->"
+FIRST, LAST = "<!-- python -m benchmarks.scale{} -->", "<!-- end of the plans -->"
 """The comments that a table stands between."""
 LLAMA_8B = {
     **COMMON, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32,
@@ -71,7 +71,7 @@ TRAININGS: list[tuple[int, int, dict[str, Any]]] = [
     (80, 8, {"teacher": "stored"}),
 ]
 """Gigabytes of a GPU, how many of them, and settings of a training."""
-TRAINING_COLUMNS = ["GPUs", "settings", "each, GB", "hosts together, GB", "disk, GB",
+TRAINING_COLUMNS = ["GPUs", "settings", "each, GB", "fits", "hosts together, GB", "disk, GB",
                     "tokens a second of all"]  # fmt: skip
 RATE = 4e14
 """Operations a second of a GPU in bfloat16, assumed: half of a large product's on an H200."""
@@ -88,7 +88,8 @@ def trainings() -> list[list[str]]:
         with patch.dict(os.environ, launched if count > 1 else {}):
             recovery, free = Recovery(tokens=TOKENS, **settings), int(gigabytes * 1e9)
             way = footprints(dense, pruned, recovery, torch.device("cuda"), free)[0]
-        sizes = [f"{size / 1e9:.1f}" for size in (way.bytes, way.host, way.disk)]
+        needed, *rest = (f"{size / 1e9:.1f}" for size in (way.bytes, way.host, way.disk))
+        sizes = [needed, "yes" if way.bytes <= free else "no", *rest]
         cells.append(
             [f"{count} of {gigabytes} GB", way.flags, *sizes,
              f"{count * RATE * TOKENS / way.operations:,.0f}"]
@@ -130,9 +131,10 @@ def main() -> None:
     if document is None:
         print(table)
         return
-    before, rest = document.read_text(encoding="utf-8").split(FIRST)
+    first = FIRST.format(" --trainings" if chosen.trainings else "")
+    before, rest = document.read_text(encoding="utf-8").split(first)
     after = rest.split(LAST)[1]
-    document.write_text(f"{before}{FIRST}\n{table}\n{LAST}{after}", encoding="utf-8")
+    document.write_text(f"{before}{first}\n{table}\n{LAST}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,9 +29,11 @@ def check_installed(purpose: str, install: str, *packages: str) -> None:
     for package in packages:
         try:
             importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            missing = (error.name or package).partition(".")[0]
+            raise OptionError(f"{purpose} needs {missing}: pip install {install}") from error
         except ImportError as error:
-            missing = package if error.name in (None, package.partition(".")[0]) else error.name
-            raise OptionError(f"{purpose} needs {missing}: pip install {install}") from None
+            raise OptionError(f"{purpose} needs {package}: {first_line(error)}") from error
 
 
 class CoecError(Exception):

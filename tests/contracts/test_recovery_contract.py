@@ -60,6 +60,16 @@ def test_low_rank_additions(pruned, tmp_path):
     check(*pruned("llama biases"), tmp_path / "out", lora=4, learning_rate=1e-4, tokens=2048)
 
 
+def test_low_rank_additions_begin_at_the_numbers_of_the_seed(pruned, tmp_path):
+    dense, start, text = pruned("llama biases")
+    settings = {"text": text, "lora": 4, **TRAINING, "learning_rate": 1e-4, "tokens": 2048}
+    for seed in (1, 2):
+        torch.manual_seed(seed)  # of the caller, which decides nothing
+        report = coec.recover(dense, start, tmp_path / f"{seed}", **settings)
+        assert report.recoveries[-1]["improved"]
+    assert tm.same_weights(tmp_path / "1", tmp_path / "2")
+
+
 @pytest.mark.parametrize("variant", ["gemma2", "mixtral"])
 def test_low_rank_additions_become_weights_of_other_families(
     variant, pruned, tmp_path, monkeypatch

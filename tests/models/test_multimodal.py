@@ -225,7 +225,7 @@ def test_what_cannot_be_is_refused(models, tokens, tmp_path):
     with pytest.raises(OptionError, match="non_uniform is not built .* inside others"):
         coec.prune(models["llava"], tmp_path / "out", **settings, non_uniform=True)
     coec.prune(models["llava"], tmp_path / "out", **settings)
-    with pytest.raises(OptionError, match="trains models of language alone, and .* is a Llava"):
+    with pytest.raises(OptionError, match="trains models of language alone, and .* inside Llava"):
         coec.recover(models["llava"], tmp_path / "out", tmp_path / "trained", text=tokens)
     copy = shutil.copytree(models["llava"], tmp_path / "copy")
     said = json.loads((copy / "config.json").read_text())

@@ -222,13 +222,16 @@ def _show_plan(
     if tokens is not None:
         from coec.cli.recover import ways_to_train
         from coec.models.description import Description
+        from coec.recovery.job import check_alone
         from coec.recovery.recover import settings_like
 
+        check_alone(plan.model)
         pruned = Description.of(plan.output.config)
         record["recover"], ways = ways_to_train(
             plan.model, pruned, settings_like(plan.recipe, tokens)
         )
-        training = ("\ntraining on the calibration text, afterwards:", *ways)
+        alike = "" if plan.decided else ", as if every block had the same widths"
+        training = (f"\ntraining on the calibration text, afterwards{alike}:", *ways)
     lines = itertools.chain(_planned(plan, forecast, record, out), training)
     common.show(record, lines, flags["json"])
     check_room(plan, compute, room)

@@ -81,7 +81,7 @@ def reconstruct(
         progress: called with (phase, done, total).
 
     Returns:
-        The checkpoint, all of whose blocks are solved, and how well it predicts.
+        The checkpoint, all of whose blocks are solved; its `facts` say how well it predicts.
     """
     checkpoint = Checkpoint(journal, dense, run)
     checkpoint.say_resumed(progress)

@@ -17,6 +17,7 @@ from coec.devices import choose_device, computed_by
 from coec.errors import ModelError, OptionError
 from coec.execution.output import check_space, partial_of
 from coec.models.dense import Dense
+from coec.models.description import Description
 from coec.models.files import JsonDict
 from coec.models.folder import REPORT
 from coec.models.surgery import cast, stacked, unstacked
@@ -139,7 +140,10 @@ class Job:
         added = peft.LoraConfig(
             r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
-        return peft.get_peft_model(network, added)
+        # Additions begin at random numbers: those of the seed, in every process.
+        with torch.random.fork_rng():
+            torch.manual_seed(self.recovery.seed % 2**63)
+            return peft.get_peft_model(network, added)
 
 
 def settings_of(settings: Mapping[str, Any]) -> Recovery:
@@ -176,11 +180,11 @@ def checked(dense: Dense, pruned: Dense, target: Path, recovery: Recovery, *, tr
     return job
 
 
-def check_alone(dense: Dense) -> None:
+def check_alone(dense: Description) -> None:
     """Raise OptionError for a language model inside another, which no training writes back."""
     if dense.around is not None:
         raise OptionError(
-            f"recover trains models of language alone, and '{dense.name}' is a {dense.around.name}"
+            f"recover trains models of language alone, and this is one inside {dense.around.name}"
         )
 
 

@@ -39,7 +39,7 @@ _REFUSED = 0.8
 _ROOM = 0.9
 """Fraction of free memory that activations may fill before gradient checkpointing starts."""
 _LOGITS_ON_A_GPU = 2**28
-"""Logits of a training pass on a GPU, about 3 GB of them."""
+"""Logits of a training pass on a GPU, about 1.6 GB of them in bfloat16."""
 _HIDDEN, _QUERIES, _CHANNELS = 8, 4, 4
 """Activations that a block keeps for its derivatives, for each token, in hidden sizes, in sizes of
 all query heads, and in MLP channels."""
@@ -51,7 +51,7 @@ class Footprint:
 
     Attributes:
         recovery: the settings, `checkpointing` decided.
-        memory: bytes on the device that computes, by purpose.
+        memory: bytes on the device that computes at its fullest moment, by purpose.
         host: bytes on the host, where that is another.
         disk: bytes of unfinished work.
         operations: floating-point operations of all tokens; 0 where minutes are the budget.
@@ -190,17 +190,27 @@ def _estimate(
     processes = shards()
     if processes > 1:
         # Each has its part of everything, and what is gathered of two blocks and the embeddings.
-        weights = weights // processes + compute * _gathered(pruned)
+        weights = weights // processes + 4 * _gathered(pruned)
     stored = recovery.teacher == "stored"
     # Logits and their derivatives, and the teacher's
     logits = (2 * compute + (0 if stored else teacher_dtype.itemsize)) * vocabulary
-    memory = {
-        "program": resident_bytes() if on_host else 0,
+    program, teacher = resident_bytes() if on_host else 0, dense.parameters * teacher_dtype.itemsize
+    training = {
+        "program": program,
         "student": weights,
-        "teacher": 0 if stored else dense.parameters * teacher_dtype.itemsize,
+        "teacher": 0 if stored else teacher,
         "activations": tokens * _active(pruned, compute, recovery),
         "logits": tokens * logits + 3 * 4 * min(LOGITS_PER_PASS, tokens * vocabulary),
     }
+    window = seq_len * vocabulary * (2 * 4 + teacher_dtype.itemsize)
+    # One process has the whole teacher while it stores predictions, and the whole pruned model
+    # while it validates, whatever is divided meanwhile.
+    storing = {"program": program, "teacher": teacher, "logits": window} if stored else {}
+    validating = {
+        "program": program, "student": pruned.parameters * compute,
+        "teacher": 0 if stored else teacher, "logits": window,
+    }  # fmt: skip
+    memory = max(training, storing, validating, key=lambda sizes: sum(sizes.values()))
     count = windows_needed(recovery.tokens or 0, seq_len)
     predictions = 6 * TOP * count * seq_len if stored else 0
     state = (_STATE + moments) * trained

@@ -159,8 +159,9 @@ def _prepared(
     The first process writes the text and the predictions. The others wait for its answer here: the
     files that they read next are there by then.
     """
-    teacher, stored, tokens = job.teacher(), job.recovery.teacher == "stored", 0
-    if pieces is not None:
+    stored, tokens = job.recovery.teacher == "stored", 0
+    teacher = None if stored and pieces is None else job.teacher()
+    if pieces is not None and teacher is not None:
         tokens = _budget(job, pieces, teacher, processes)
         _put_text(job, pieces, text, tokens, teacher, progress)
         if stored:

@@ -259,6 +259,8 @@ def trainer_of(
         monitor: of a training whose states are kept and compared; None keeps none.
     """
     kept = "no" if monitor is None else "steps"
+    # `Distillation` narrows products itself, whatever `accelerate launch` was configured for.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     settings = TrainingArguments(
         output_dir=str(job.partial / STATES), max_steps=schedule.steps, learning_rate=rate,
         seed=job.recovery.seed % 2**32,  # numpy's generator takes no other
@@ -268,7 +270,6 @@ def trainer_of(
         optim=_OPTIMIZERS[job.recovery.optimizer],
         adam_beta1=_BETAS[0], adam_beta2=_BETAS[1], max_grad_norm=1.0, weight_decay=0.0,
         lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
-        bf16=job.narrow and shards() > 1,  # FSDP gathers weights in it
         use_cpu=job.device.type == "cpu",
         eval_strategy=kept, eval_steps=schedule.every, save_strategy=kept,
         save_steps=schedule.every, save_total_limit=KEPT_STATES,
