@@ -64,6 +64,14 @@ def test_the_result_is_nearer_to_the_dense_model_on_other_windows(recovered, den
     assert after.kl < before.kl
 
 
+def test_a_precision_that_a_launcher_was_given_decides_nothing(
+    recovered, recover, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    recover()
+    assert not differing(tmp_path / "out", recovered[0])
+
+
 @pytest.mark.parametrize(("seen", "both"), [(0, 0), (30, 0), (37, 2), (39, 4)])
 def test_windows_that_calibrated_validate_nothing_while_there_are_others(seen, both, tmp_path):
     """Of 40 windows five validate; `seen` of all calibrated, and `both` do both."""
