@@ -15,6 +15,6 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS)
 def test_the_document_has_the_rows_that_are_made(model):
     heads, rule, *rows = record.table(scale.COLUMNS, scale.rows(model)).splitlines()
-    shown = DOCUMENT.split(scale.FIRST)[1].split(scale.LAST)[0].splitlines()
+    shown = DOCUMENT.split(scale.FIRST.format(""))[1].split(scale.LAST)[0].splitlines()
     assert [heads, rule] == shown[1:3]
     assert set(rows) <= set(shown)
