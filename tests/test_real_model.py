@@ -75,14 +75,14 @@ def test_the_script_for_a_gpu_is_rehearsed_on_the_cpu(two_blocks: Path, tmp_path
             tmp_path / folder,
             ignore=shutil.ignore_patterns("results", "*.pyc"),
         )
-    small = "--scale 0.03125 --samples 16 --seq-len 64 --presets fast paper --device cpu"
+    small = "--scale 0.03125 --samples 16 --seq-len 64 --presets fast --device cpu"
     told = {"OUT": str(tmp_path), "PYTHON": sys.executable, "TWO_BLOCKS": small,
             "COEC_CACHE": str(two_blocks.parent)}  # fmt: skip
     rows = ("--size", "cpu", "--jobs", "1", "--first", "2", "--rows", "none", "--sparsity", "0.3")
     script = (tmp_path / "benchmarks/gpu/run.sh", "8", *rows, "--shared", SHARED)
     subprocess.run(["sh", *map(str, script)], env=os.environ | told, check=True, timeout=500)
     results = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
-    assert [row["preset"] for row in results["two_blocks"]["rows"]] == ["fast", "paper"]
+    assert [row["preset"] for row in results["two_blocks"]["rows"]] == ["fast"]
     assert 0 < results["real_proxy"]["rows"][-1]["error"] < 1
 
 
