@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import coec
+import tiny_models as tm
 from coec.errors import OptionError, UnfinishedError
 from coec.events import recording
 from coec.experiments.files import Store
 from coec.experiments.grid import expand
 from coec.experiments.sweep import sweep
 from coec.models.dense import Dense
+from coec.models.description import Description
 from coec.pipeline.report import Report
 from coec.recovery.plan import footprints
 from coec.settings.recovery import Recovery
@@ -255,6 +257,16 @@ def test_plans_divide_what_is_trained_among_processes(dense, pruned, monkeypatch
     monkeypatch.delenv("FSDP_VERSION")
     with pytest.raises(OptionError, match="fsdp_version of accelerate must be 2"):
         student()
+
+
+def test_a_teacher_that_is_stored_is_whole_while_it_predicts():
+    """Additions to a small part of a large model need less than the dense model itself."""
+    recovery, device = Recovery(tokens=512, lora=1, teacher="stored"), torch.device("cpu")
+    small = Description.of(tm.raw_config("llama", intermediate_size=6, num_hidden_layers=1))
+    large = Description.of(tm.raw_config("llama", intermediate_size=9000))
+    way = footprints(large, small, recovery, device, None)[0]
+    assert way.memory["teacher"] == 4 * large.parameters
+    assert footprints(small, small, recovery, device, None)[0].memory["teacher"] == 0
 
 
 @pytest.mark.slow
