@@ -31,8 +31,7 @@ def test_the_picture_has_every_compensation_twice_sorted_and_none_behind_another
         {**site, "reconstruction": training} if site["site"] == "attention" else site
         for site in sites * 3
     ]
-    facts = {"windows": "held out"}
-    reports["best"] = SimpleNamespace(sites=trained, reconstruction=facts)
+    reports["best"] = SimpleNamespace(sites=trained, measured_on="validation")
     left, right, last = picture(reports, scores).axes
     names = [label.get_text() for label in left.get_yticklabels()]
     assert names == ["dense", "best", "least-squares", "coec", "rcpu", "bias", "none"]
@@ -50,7 +49,7 @@ def test_the_picture_has_every_compensation_twice_sorted_and_none_behind_another
     assert [text.get_text() for text in last.texts] == ["−10%"] * 3
     assert "validation" in last.get_ylabel()
     training |= {"errors": [0.3, 0.1], "taken": 1}
-    facts["windows"] = "fitted"
+    reports["best"].measured_on = "fitted"
     alone = picture(reports, scores).axes[2]
     assert [bar.get_height() for bar in alone.patches] == pytest.approx([0.3] * 3 + [0.1] * 3)
     assert "fitted windows" in alone.get_ylabel()

@@ -709,13 +709,17 @@ def test_fast_takes_statistics_with_uniform_widths(dense, statistics):
         coec.plan(dense, statistics=statistics, preset="fast", non_uniform=True, allocation="error")
 
 
-def test_the_default_takes_one_window_and_says_what_validates(dense, tokens, tmp_path):
+def test_the_default_takes_one_window_and_says_what_validates(run, dense, tokens, tmp_path):
     report = coec.prune(dense, tmp_path / "out", calibration=tokens, samples=1, seq_len=32)
     assert report.recipe["reconstruct"]
     assert report.reconstruction.keys() == {"kv_groups", "candidates"}
     assert any(
         note.startswith("one window leaves none for validation") for note in report.plan["notes"]
     )
+    _, said, _ = run("prune", dense, tmp_path / "said", "--calibration", tokens, "--samples", 1,
+                     "--seq-len", 32)  # fmt: skip
+    assert "on fitted windows)" in said
+    assert "on validation windows" not in said
 
 
 def test_the_default_takes_statistics_beside_any_setting_but_allocation_by_error(

@@ -406,7 +406,6 @@ def _reconstruction(report: "Report") -> Iterator[str]:
     """Yield errors before and after training, and candidates' predictions of validation windows."""
     facts = report.reconstruction
     # A training of blocks, and one on predictions, are told apart by their fields.
-    windows = facts.get("windows", "").replace("held out", "validation")
     for training, label, of_what in (
         ("reconstruction", "trained", "hidden-state error relative to the dense hidden state, on"),
         ("predictions", "on predictions", "KL of the predictions after the last block, on"),
@@ -415,7 +414,7 @@ def _reconstruction(report: "Report") -> Iterator[str]:
         if trained:
             before = sum(block["errors"][0] for block in trained) / len(trained)
             after = sum(block["errors"][block["taken"]] for block in trained) / len(trained)
-            yield f"{label:<16} {before:.4f} → {after:.4f} ({of_what} {windows} windows)"
+            yield f"{label:<16} {before:.4f} → {after:.4f} ({of_what} {report.measured_on} windows)"
     for name, tried in facts.get("candidates", {}).items():
         chosen = ", chosen" if name == facts["kv_groups"] else ""
         divergence = tried["kl"] if tried["kl"] is not None else math.inf
@@ -428,5 +427,4 @@ def _reconstruction(report: "Report") -> Iterator[str]:
 def _prediction(label: str, facts: Mapping[str, Any]) -> str:
     """Line on how well a model predicts validation windows, beside the dense one."""
     pruned, dense = (facts[model] or math.inf for model in ("perplexity", "dense"))
-    windows = facts["windows"].replace("held out", "validation")
-    return f"{label:<16} perplexity {pruned:.2f} (dense {dense:.2f}) on {windows} windows"
+    return f"{label:<16} perplexity {pruned:.2f} (dense {dense:.2f}) on validation windows"

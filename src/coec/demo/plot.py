@@ -103,7 +103,6 @@ def _draw_reconstruction(axes: Any, report: Report) -> None:
     for at, (before, after) in enumerate(zip(compensated, trained, strict=True)):
         axes.annotate(f"−{1 - after / before:.0%}", (at, max(before, after)), ha="center",
                       xytext=(0, 4), textcoords="offset points", fontsize=10)  # fmt: skip
-    windows = report.reconstruction["windows"].replace("held out", "validation")
     axes.set(title="What the training of best wins in every block")
-    axes.set(ylabel=f"error of the hidden states, {windows} windows")
+    axes.set(ylabel=f"error of the hidden states, {report.measured_on} windows")
     _finish(axes, len(rows), columns=2)

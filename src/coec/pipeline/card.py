@@ -143,7 +143,7 @@ def _measured(report: Report) -> str:
     facts = report.reconstruction
     if not facts.get("perplexity") or not facts.get("dense"):
         return ""
-    windows = f"{facts['windows'].replace('held out', 'validation')} windows of the calibration"
+    windows = f"{report.measured_on} windows of the calibration"
     pruned, dense, seq_len = facts["perplexity"], facts["dense"], report.calibration["seq_len"]
     divergence = "–" if facts.get("kl") is None else f"{facts['kl']:.4f}"
     return f"""

@@ -50,6 +50,11 @@ class Report:
     origin: JsonDict = field(default_factory=dict)
     recoveries: list[JsonDict] = field(default_factory=list)
 
+    @property
+    def measured_on(self) -> str:
+        """Windows on which trainings of blocks were measured, in words: validation, or fitted."""
+        return "validation" if self.reconstruction.get("windows") == "held out" else "fitted"
+
     def __repr__(self) -> str:
         facts = ", ".join(f"{name} {value}" for name, value in self._summary()[1:])
         return f"<Report of {self.out}: {facts}>"

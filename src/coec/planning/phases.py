@@ -87,9 +87,8 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
         last = 3 * _forward(plan, plan.tokens, pruned=True) / plan.dense.layers
         predictions = passes * (last + 4 * _head(plan, plan.tokens))
         add("training on predictions", (*_FIT, "logits"), predictions)
-    if settings.sequential:
-        validation = plan.tokens * (calibration.validation or 1)
-        add("predicting", _PREDICT, 4 * _head(plan, validation))
+    if settings.sequential and calibration.validation:
+        add("predicting", _PREDICT, 4 * _head(plan, plan.tokens * calibration.validation))
     add("writing", (*_PROCESS, "shard"))
     return phases
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from coec.allocation.widths import parameters_inside
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.devices import (
     FreeMemory,
@@ -216,7 +217,7 @@ def _estimate(
     state = (_STATE + moments) * trained
     result = pruned.parameters * stored_dtype(pruned.config).itemsize
     # The first process gathers weights and moments to save them; each begins with all weights.
-    copies = max(2, processes if processes > 1 else 0)
+    copies = max(2, processes)
     return Footprint(
         recovery, memory, 0 if on_host else resident_bytes() + 4 * copies * pruned.parameters,
         4 * count * seq_len + predictions + KEPT_STATES * state + max(state, result),
@@ -227,10 +228,7 @@ def _estimate(
 
 def _gathered(model: Description) -> int:
     """Number of parameters that a process of several has whole: two blocks and the embeddings."""
-    blocks = [
-        sum(shape.numel() for name, shape in model.shapes.items() if name.startswith(block.prefix))
-        for block in model.layout.blocks
-    ]
+    blocks = [parameters_inside(block, model.shapes) for block in model.layout.blocks]
     return model.parameters - sum(blocks) + 2 * max(blocks)
 
 
