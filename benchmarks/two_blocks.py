@@ -7,8 +7,9 @@ Two blocks of random weights with the widths of Llama-3.1-8B, in bfloat16, and r
 Each preset prunes 30 % in a process of its own, and once more under cProfile on an eighth of the
 windows, which names the three functions that take most time themselves. What is computed once for a
 model, such as predictions at the end, is halved with the rest. Before them `fast` runs at a
-sixteenth of the widths in float64 on the CPU and on the device: the largest difference of a weight,
-over the largest weight. Rows are in benchmarks/results/two_blocks.json.
+sixteenth of the widths in float64 on the CPU, on the device, and there with hidden states on the
+host: the largest differences of a weight, over the largest weight. Rows are in
+benchmarks/results/two_blocks.json.
 """
 
 import argparse
@@ -21,11 +22,13 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 
 from benchmarks import record
 
@@ -48,11 +51,14 @@ def main(arguments: list[str] | None = None) -> None:
         return
     ends = time.monotonic() + 60 * chosen.minutes
     rows: list[dict[str, Any]] = []
-    failed = False
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        difference = agreement(work, chosen.device)
-        print(f"largest difference to the CPU in float64: {difference:.2g} of the largest weight")
+        difference, moved = agreement(work, chosen.device)
+        print(
+            f"largest difference to the CPU in float64: {difference:.2g} of the largest weight; "
+            f"of states on the host to states on the device: {moved:.2g}"
+        )
+        failed = moved != 0
         dense, tokens = made(work, chosen.scale, chosen.samples, chosen.seq_len, torch.bfloat16)
         for preset in chosen.presets:
             if time.monotonic() > ends:
@@ -71,21 +77,26 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"{preset}: failed: {(run.stderr.strip().splitlines() or ['no word'])[-1]}")
                 continue
             rows.append(json.loads(run.stdout.strip().splitlines()[-1]))
-            record.save("two_blocks", arguments, {"difference": difference, "rows": rows})
+            results = {"difference": difference, "moved": moved, "rows": rows}
+            record.save("two_blocks", arguments, results)
     print(describe(rows))
     if failed:
         sys.exit(1)
 
 
 def made(
-    work: Path, scale: float, samples: int, seq_len: int, dtype: torch.dtype
+    work: Path,
+    scale: float,
+    samples: int,
+    seq_len: int,
+    dtype: torch.dtype,
+    vocabulary: int = VOCABULARY,
 ) -> tuple[Path, Path]:
     """Make a random model and its token ids, once; return their places."""
-    hidden = max(256, 512 * round(8 * scale))  # four heads of 128 share a KV group
-    heads = max(4, hidden // 128)
+    hidden = max(256, 512 * round(8 * scale))
     config = transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=int(3.5 * hidden), num_hidden_layers=BLOCKS,
-        num_attention_heads=heads, num_key_value_heads=heads // 4, vocab_size=VOCABULARY,
+        num_attention_heads=32, num_key_value_heads=8, vocab_size=vocabulary,
         max_position_embeddings=max(seq_len, 64), tie_word_embeddings=False,
     )  # fmt: skip
     dense, tokens = work / f"dense-{hidden}-{dtype}", work / f"tokens-{samples}-{seq_len}.npy"
@@ -93,19 +104,28 @@ def made(
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a GPU draws them at once
         network: Any = transformers.LlamaForCausalLM(config)
     network.to(dtype).save_pretrained(dense)
-    np.save(tokens, np.random.default_rng(0).integers(0, VOCABULARY, (samples, seq_len)))
+    np.save(tokens, np.random.default_rng(0).integers(0, vocabulary, (samples, seq_len)))
     return dense, tokens
 
 
-def agreement(work: Path, device: str) -> float:
-    """Return how far `fast` on the device is from the CPU: a sixteenth of the widths, float64."""
+def agreement(work: Path, device: str) -> tuple[float, float]:
+    """Return how far `fast` on the device is from the CPU, at a sixteenth of the widths in float64,
+    and from itself where hidden states wait on the host, from and to which they are copied.
+    """
     dense, tokens = made(work, 1 / 16, 64, 64, torch.float64)
-    outs = [work / "on-cpu", work / "on-device"]
-    for out, place in zip(outs, ("cpu", device), strict=True):
-        _pruned(dense, out, tokens, "fast", 64, 64, place, "float64")
-    one, other = (load_file(out / "model.safetensors") for out in outs)
-    largest = max(float(tensor.abs().max()) for tensor in one.values())
-    return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
+    weights = []
+    for number, (place, room) in enumerate((("cpu", 0.8), (device, 0.8), (device, 0.0))):
+        out = work / f"agreement-{number}"
+        with mock.patch("coec.planning.run._ROOM_FOR_STATES", room):
+            pruned(dense, out, tokens, "fast", 64, 64, place, forward_dtype="float64")
+        weights.append(load_file(out / "model.safetensors"))
+    on_cpu, on_device, copied = weights
+    largest = max(float(tensor.abs().max()) for tensor in on_cpu.values())
+
+    def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+        return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
+
+    return difference(on_cpu, on_device), difference(on_device, copied)
 
 
 def measured(
@@ -116,7 +136,7 @@ def measured(
 
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        report = _pruned(
+        report = pruned(
             Path(dense), Path(folder) / "out", Path(tokens), preset, samples, seq_len, device
         )
         wall = time.perf_counter() - began
@@ -124,7 +144,7 @@ def measured(
         profiler = cProfile.Profile()
         profiler.enable()
         few = max(8, samples // 8)
-        _pruned(Path(dense), Path(folder) / "few", Path(tokens), preset, few, seq_len, device)
+        pruned(Path(dense), Path(folder) / "few", Path(tokens), preset, few, seq_len, device)
         profiler.disable()
     return {
         "preset": preset, "samples": samples, "seq_len": seq_len, "wall": wall,
@@ -133,7 +153,7 @@ def measured(
     }  # fmt: skip
 
 
-def _pruned(
+def pruned(
     dense: Path,
     out: Path,
     tokens: Path,
@@ -141,17 +161,13 @@ def _pruned(
     samples: int,
     seq_len: int,
     device: str,
-    forward: str | None = None,
+    **settings: Any,
 ) -> Any:
+    """Prune by a preset; return the report."""
     import coec
 
-    settings: dict[str, Any] = {"preset": preset}
-    if forward is not None:
-        settings["forward_dtype"] = forward
-    return coec.prune(
-        dense, out, sparsity=SPARSITY, calibration=str(tokens), samples=samples,
-        seq_len=seq_len, device=device, **settings,
-    )  # fmt: skip
+    settings |= {"preset": preset, "samples": samples, "seq_len": seq_len, "device": device}
+    return coec.prune(dense, out, sparsity=SPARSITY, calibration=str(tokens), **settings)
 
 
 def slowest(profiler: cProfile.Profile, count: int = 3) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ from coec.distributed.dense_pass import shares, statistics_bytes
 from coec.distributed.workers import SummingStream
 from coec.models.dense import Dense
 from coec.settings import Calibration
-from coec.streaming import dense_stream as module
+from coec.streaming import layers as module
 from coec.streaming.dense_stream import DenseStream, Sums
 
 CPU = torch.device("cpu")
@@ -29,7 +29,8 @@ def _small_batches(monkeypatch):
 
 def row(dense, count):
     return [
-        SummingStream(dense, windows, torch.float32, CPU) for windows in shares(IDS, HELD, count)
+        SummingStream(dense, windows, torch.float32, CPU)
+        for windows in shares(IDS, HELD, count, 64)
     ]
 
 
@@ -85,11 +86,11 @@ def test_states_before_the_oldest_block_are_forgotten_and_made_again(dense, whol
 
 
 def test_shares_are_whole_batches_in_their_order():
-    found = shares(IDS, HELD, 2)
+    found = shares(IDS, HELD, 2, 64)
     assert [len(fit) for fit, _ in found] == [4, 5]
     assert torch.equal(torch.cat([fit for fit, _ in found]), IDS)
     assert torch.equal(torch.cat([held for _, held in found]), HELD)
-    alone = shares(IDS, HELD[:1], 3)
+    alone = shares(IDS, HELD[:1], 3, 64)
     assert [None if held is None else len(held) for _, held in alone] == [None, None, 1]
 
 

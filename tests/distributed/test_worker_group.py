@@ -71,7 +71,7 @@ def pruned(place, out, monkeypatch, count, lost=lambda name: False, made="unifor
     def worker_group(source, run):
         windows, held = source.windows_of_text()
         size = max(1, len(windows) // SUMMANDS)
-        several = shards(windows, held, count, size)
+        several = shards(windows, held, count, tokens=size * windows.shape[1])
         dense = source._dense
         yield Several(
             lambda shard: TwoStreams(dense, shard=shard, **run.streams(source.device)),
@@ -149,11 +149,11 @@ def test_what_is_lost_again_and_again_ends_the_run_and_leaves_what_is_finished(
 def test_parts_are_the_same_however_many_places_there_are():
     windows = torch.arange(19)[:, None].expand(19, 4)
     held = torch.arange(3)[:, None].expand(3, 4)
-    whole = shards(windows, held, size=2)
+    whole = shards(windows, held, tokens=8)
     assert len(whole) == 1
     assert len(whole[0]["fit"]) == SUMMANDS
     for count in (2, 5, 8, 30):
-        several = shards(windows, held, count, size=2)
+        several = shards(windows, held, count, tokens=8)
         assert len(several) == min(count, SUMMANDS)
         for kind in ("fit", "validation"):
             parts = [part for shard in several for part in shard[kind]]

@@ -340,7 +340,7 @@ def test_a_plan_counts_what_an_allocation_takes(dense, tokens):
     )
     tokens = 12 * 32
     # Three models' states, and those of two before each of two blocks, beside the dense pass's.
-    assert held["error"]["allocating"]["hidden states"] == (1 + 3 + 4) * tokens * 32 * 4
+    assert held["error"]["allocating"]["states of allocation"] == (1 + 3 + 4) * tokens * 32 * 4
     assert held["error"]["allocating"]["consumers"] == 4 * sum(
         Description.of(plans["error"].model.config).shapes[site.weight].numel()
         for site in plans["error"].model.layout.sites

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from coec.planning.plan import Plan, tried_blocks
 from coec.planning.recipe import Recipe
 from coec.reconstruction import block_training
 from coec.reconstruction.block_training import TrainedBlock
-from coec.streaming import dense_stream
+from coec.streaming import layers as layers_module
 from coec.streaming.layers import Layers
 from coec.streaming.two_streams import ConsumerStatistics
 from coec.types import Gram, GramSum
@@ -117,7 +118,7 @@ def test_a_block_waits_for_its_device_no_more_often_for_more_windows(
         return result
 
     monkeypatch.setattr(reconstruction.BlockReconstruction, "solve", counted)
-    monkeypatch.setattr(dense_stream, "TOKENS_PER_BATCH", 64)  # two windows
+    monkeypatch.setattr(layers_module, "TOKENS_PER_BATCH", 64)  # two windows
     tokens = tmp_path / "tokens.npy"
     np.save(tokens, np.random.default_rng(0).integers(0, 64, 96 * 32))
     for samples in (24, 96):
@@ -127,6 +128,30 @@ def test_a_block_waits_for_its_device_no_more_often_for_more_windows(
     # Some are of windows in batches of another size, and of Grams of so many tokens; a batch of two
     # windows has none, and there are 36 more of them.
     assert many - few < 16
+
+
+@pytest.mark.parametrize("settings", [
+    {"preset": "fast"}, {"preset": "balanced", "holdout": 0.25},
+    {"preset": "balanced", "propagate": False},
+])  # fmt: skip
+def test_three_sets_of_hidden_states_are_in_memory(settings, dense, tmp_path, monkeypatch):
+    """On a GPU, where they wait beside the work, the plan counts as many."""
+    call, states, most = Layers.call, WeakSet(), 0
+
+    def counted(self, *args):
+        nonlocal most
+        behind = call(self, *args)
+        states.add(behind)
+        most = max(most, len(states))
+        return behind
+
+    monkeypatch.setattr(Layers, "call", counted)
+    monkeypatch.setattr(layers_module, "TOKENS_PER_BATCH", 64)  # two windows
+    tokens = tmp_path / "tokens.npy"
+    np.save(tokens, np.random.default_rng(0).integers(0, 64, 96 * 32))
+    coec.prune(dense, tmp_path / "out", calibration=tokens, **SETTINGS | settings | {"samples": 96})
+    batches = 48
+    assert 2 * batches < most <= 3 * batches + 2
 
 
 def hidden(model, ids):

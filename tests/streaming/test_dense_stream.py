@@ -5,7 +5,7 @@ import torch
 
 import tiny_models as tm
 from coec.models.dense import Dense
-from coec.streaming import dense_stream as module
+from coec.streaming import layers as module
 from coec.streaming.dense_stream import DenseStream, summed_inputs
 from coec.streaming.layers import Layers
 

@@ -25,6 +25,7 @@ from coec.models.files import JsonDict
 from coec.planning.run import Run
 from coec.settings import Calibration, Runtime
 from coec.streaming.dense_stream import Measured, Sums, batch_size, in_parts
+from coec.streaming.layers import tokens_per_batch
 from coec.streaming.passes import DensePass
 from coec.streaming.worker_group import WorkerGroup
 
@@ -110,10 +111,14 @@ class DistributedPass(DensePass):
     def account(self) -> JsonDict:
         """Return the windows of every worker that ran, and its host."""
         if self._pool.workers:
-            windows = shares(*self.windows_of_text(), self._count)
+            windows = self._shares()
             counts = [(len(f), 0 if h is None else len(h)) for f, h in windows]
             self._note(self._pool.hosts(), counts)
         return {"workers": self._account}
+
+    def _shares(self) -> list[WorkerWindows]:
+        tokens = tokens_per_batch(self.device, self._dense.shape.hidden)
+        return shares(*self.windows_of_text(), self._count, tokens)
 
     def _note(self, hosts: Sequence[str], windows: Sequence[tuple[int, ...]]) -> None:
         self._account = [
@@ -129,7 +134,7 @@ class DistributedPass(DensePass):
         """
         if not self._pool.workers:
             ray = self.cluster.ray
-            dense, windows = ray.put(self._dense), shares(*self.windows_of_text(), self._count)
+            dense, windows = ray.put(self._dense), self._shares()
             constants = (self.dtype, self.device, self.cluster.threads)
             self._arguments = [(dense, ray.put(share), *constants) for share in windows]
             self._pool.begin(len(windows))
@@ -243,9 +248,14 @@ def _fingerprint(folder: Path) -> str:
     return Dense.open(folder).fingerprint
 
 
-def shares(windows: Tensor, validation: Tensor | None, count: int) -> list[WorkerWindows]:
-    """Return the windows of every worker: whole batches in a row, at most as many as batches."""
-    size = batch_size(windows.shape[1])
+def shares(
+    windows: Tensor, validation: Tensor | None, count: int, tokens: int
+) -> list[WorkerWindows]:
+    """Return the windows of every worker: whole batches in a row, at most as many as batches.
+
+    `tokens` are run at once, at most.
+    """
+    size = batch_size(windows.shape[1], tokens)
     fit_batches = windows.split(size)
     validation_batches = () if validation is None else validation.split(size)
     # Whole batches: sums then are those of one process, batch by batch.

@@ -38,6 +38,7 @@ class RayGroup(WorkerGroup):
         # References: this object travels with every block that is solved.
         self._windows, self._dense = cluster.ray.put(windows), cluster.ray.put(dense)
         self._run, self._device = cluster.ray.put(run), run.device
+        self._tokens = run.tokens_per_batch
         self._begin(workers)
 
     def _begin(self, workers: int) -> None:
@@ -50,7 +51,7 @@ class RayGroup(WorkerGroup):
 
     def _shards(self, workers: int) -> Sequence[Shard]:
         fit, validation = self._cluster.ray.get(self._windows)
-        return shards(fit, validation, workers)
+        return shards(fit, validation, workers, tokens=self._tokens)
 
     def _check_room(self) -> None:
         """Begin fewer workers where a lost node leaves no room; raises LostError then."""

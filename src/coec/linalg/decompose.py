@@ -47,16 +47,22 @@ def svd(
     Raises:
         NumericalError: A is not finite, or every routine failed.
     """
-    # Fastest first; on CUDA the polar factor's products, and a second driver, which only CUDA has.
+    # Fastest first; then a second driver, which only CUDA has.
     gesdd = functools.partial(torch.linalg.svd, full_matrices=False)
     routines: list[tuple[str, Routine]] = [("gesdd", gesdd)]
+    if by_products(A):
+        routines = [("polar and eigh", svd_by_polar), *routines]
     if A.is_cuda:
-        gesvd = functools.partial(gesdd, driver="gesvd")
-        routines = [("polar and eigh", svd_by_polar), *routines, ("gesvd", gesvd)]
+        routines.append(("gesvd", functools.partial(gesdd, driver="gesvd")))
     routines.append(("gesdd on the CPU in float64", _on_cpu(gesdd)))
     routines.append(("numpy svd of the transpose", _on_cpu(_numpy_svd_of_transpose)))
     U, s, Vt = _first_success(routines, A, _limit(A))
     return U, s, Vt
+
+
+def by_products(A: Tensor) -> bool:
+    """True where an SVD costs dozens of products of its size: on a CUDA device."""
+    return A.is_cuda
 
 
 def _numpy_eigh(A: Tensor) -> tuple[Tensor, ...]:

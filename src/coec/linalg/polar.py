@@ -8,7 +8,7 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.events import record
-from coec.linalg.decompose import svd
+from coec.linalg.decompose import by_products, svd
 from coec.linalg.qdwh import qdwh
 from coec.linalg.spd import rounding_level
 
@@ -21,12 +21,12 @@ def polar(
     Where A is rank-deficient the maximiser is not unique: among all of them the one closest to
     `nearest` is returned, so that directions without information do not turn.
 
-    On a CUDA device, where an SVD costs dozens of products, `qdwh` is tried first.
+    `qdwh` is tried first where an SVD costs dozens of products.
 
     Args:
         nearest: orthonormal columns; None leaves the choice to the SVD.
     """
-    if A.is_cuda and nearest is not None:
+    if nearest is not None and by_products(A):
         U = _near_polar(A, nearest)
         if U is not None:
             return U

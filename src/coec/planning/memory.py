@@ -23,6 +23,7 @@ from coec.planning.plan import Plan
 from coec.reconstruction.block_training import step_tokens
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.head import LOGITS_PER_PASS
+from coec.streaming.layers import tokens_per_batch
 from coec.streaming.self_text import MOST, window_bytes
 from coec.streaming.sensitivity import TOKENS as TRIED_TOKENS
 
@@ -33,7 +34,10 @@ _NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""
 _CHARACTER_BYTES = 170
 """Memory that tokenising one character takes, measured (docs/FORMATS.md)."""
-_ON_HOST = ("program", "text", "hidden states", "states without a block", "consumers", "shard")
+_ON_HOST = (
+    "program", "text", "hidden states", "states of allocation", "states without a block",
+    "consumers", "shard",
+)  # fmt: skip
 """Purposes that are on the host; hidden states may be on the device instead."""
 
 
@@ -123,7 +127,8 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
     widest = max(site.columns for site in layout.sites)
     # States and their copies inside a layer; the Gram's inputs in float64
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
-    batch = min(batch_size(plan.seq_len) * plan.seq_len, tokens)
+    at_once = tokens_per_batch(torch.device(compute.device), plan.dense.hidden)
+    batch = min(batch_size(plan.seq_len, at_once) * plan.seq_len, tokens)
     logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
     sampled = min(compute.at_once, recipe.calibration.samples) * sampled_window(plan, compute)
     sizes = {
@@ -131,7 +136,8 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         "text": _text(plan),
         "block's weights": max(models * block, embedding)
         * (stored + forward if compute.device == "cpu" else forward),
-        "hidden states": _waiting_tokens(plan) * state,
+        "hidden states": _streams(plan) * tokens * state,
+        "states of allocation": _tokens_of_allocation(plan) * state,
         "states without a block": plan.dense.layers * tried_tokens(plan) * state,
         "consumers": _pruned_consumers(plan) * forward,
         "forward pass": batch * per_token,
@@ -189,22 +195,18 @@ def _grams(plan: Plan, sites: Iterable[Site]) -> int:
 def _streams(plan: Plan) -> int:
     """Number of sets of hidden states, of all windows, that wait at once.
 
-    Where the pruned model runs beside the dense one, there are the states of both before a block,
-    and the dense ones behind it. Where errors propagate, the dense ones are there behind each of
-    its halves, and the pruned ones between them.
+    Where the pruned model runs beside the dense one, there are its states before a block and the
+    dense ones behind it, and either the dense ones between or before, or the pruned ones between.
     """
-    settings = plan.recipe.reconstruction
-    behind = len(plan.model.layout.kinds) + 1 if settings.propagate else 1
-    return 2 + behind if settings.sequential else 1
+    return 3 if plan.recipe.reconstruction.sequential else 1
 
 
-def _waiting_tokens(plan: Plan) -> int:
-    """Number of tokens whose hidden states wait at once, counted again for every model."""
-    waiting = _streams(plan) * plan.tokens
+def _tokens_of_allocation(plan: Plan) -> int:
+    """Number of tokens whose hidden states wait while widths are decided, for every model again."""
     if not plan.recipe.allocation.runs_models:
-        return waiting
+        return plan.tokens
     sets = 3 + 2 * plan.dense.layers  # three models', and those of two before every block
-    return max(waiting, plan.tokens + sets * tried_tokens(plan))
+    return plan.tokens + sets * tried_tokens(plan)
 
 
 def _pruned_consumers(plan: Plan) -> int:

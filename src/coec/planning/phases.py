@@ -19,7 +19,10 @@ _PROCESS = ("program", "text")
 _STREAM = (*_PROCESS, "block's weights", "hidden states", "forward pass", "statistics")
 _SOLVE = (*_PROCESS, "hidden states", "Grams", "weight", "solver", "decomposition")
 _FIT = (*_PROCESS, "block's weights", "hidden states", "fit")
-_ALLOCATE = (*_STREAM, "consumers", "Grams", "weight", "solver", "decomposition", "logits")
+_ALLOCATE = (
+    *_PROCESS, "block's weights", "states of allocation", "forward pass", "statistics", "consumers",
+    "Grams", "weight", "solver", "decomposition", "logits",
+)  # fmt: skip
 _CHOOSE = (*_PROCESS, "block's weights", "states without a block", "logits")
 _PREDICT = (*_PROCESS, "hidden states", "logits")
 _DESCENT = 1600

@@ -18,7 +18,7 @@ from coec.planning.phases import Phase, phases_of
 from coec.planning.plan import Plan
 from coec.planning.recipe import Recipe
 from coec.settings.parts import SolveDtypeName
-from coec.streaming.layers import HOST
+from coec.streaming.layers import HOST, tokens_per_batch
 from coec.streaming.self_text import windows_at_once
 
 OVER = 1.2
@@ -86,6 +86,11 @@ class Run:
     def recipe(self) -> Recipe:
         """The recipe, its defaults filled in."""
         return self.plan.recipe
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Number of tokens that are run at once."""
+        return tokens_per_batch(self.device, self.plan.dense.hidden)
 
     def streams(self, device: torch.device) -> dict[str, Any]:
         """Return what `TwoStreams` takes besides the dense model and the windows."""
@@ -193,7 +198,7 @@ def _advice(plan: Plan, compute: ComputeConfig, sizes: dict[str, int]) -> str:
     largest = max((name for name in sizes if name != "program"), key=lambda name: sizes[name])
     shorter = f"a seq_len below {plan.seq_len}"
     settings = [] if compute.device == "cpu" else ["device = cpu"]
-    if largest == "hidden states":
+    if largest in ("hidden states", "states of allocation"):
         return f"take fewer samples than {calibration.samples}, or {shorter}"
     if largest == "text":
         return "give token ids (.npy), or a shorter text"

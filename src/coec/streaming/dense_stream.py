@@ -17,7 +17,7 @@ from coec.events import Progress
 from coec.models.dense import Dense, Prefetcher
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import routed_inputs
-from coec.streaming.layers import TOKENS_PER_BATCH, Layers, State
+from coec.streaming.layers import Layers, State, tokens_per_batch
 from coec.types import Gram, GramSum
 
 Item = TypeVar("Item")
@@ -94,7 +94,7 @@ class DenseStream:
     ) -> None:
         self._dense, self._device, self._progress = dense, device, progress
         self._layers = Layers(dense, device=device, dtype=dtype)
-        size = batch_size(windows.shape[1])
+        size = batch_size(windows.shape[1], tokens_per_batch(device, dense.shape.hidden))
         fit = windows.split(size)
         self._fit_batches = len(fit)
         # Validation windows come last, in batches of their own: no batch belongs to both sums.
@@ -204,12 +204,12 @@ def summed_inputs(
         yield
 
 
-def batch_size(length: int, windows: int | None = None) -> int:
-    """Return how many windows of `length` tokens are run at once.
+def batch_size(length: int, tokens: int, windows: int | None = None) -> int:
+    """Return how many windows of `length` are run at once, of so many tokens at most, or one.
 
     Given their number, they make LEAST_BATCHES batches at least.
     """
-    size = TOKENS_PER_BATCH // length
+    size = tokens // length
     return max(1, size if windows is None else min(size, windows // LEAST_BATCHES))
 
 

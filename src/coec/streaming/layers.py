@@ -5,7 +5,7 @@ without weights: nothing of rotary embeddings, masks or positions is rebuilt.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,13 +18,23 @@ from coec.errors import ModelError
 from coec.models.description import Description, compute_buffers
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import stacked
+from coec.streaming.copies import Copies
 
 HOST = torch.device("cpu")
 TOKENS_PER_BATCH = 8192
+"""Tokens that are run at once on a CPU."""
+NUMBERS_PER_BATCH = 2**25
+"""Numbers of the hidden states that are run at once on a GPU: 8192 tokens of a hidden size of 4096.
+More of a narrow model, whose kernels take longer to launch than to run."""
 State = Float[Tensor, "_ length hidden"]
 """Hidden states of a batch."""
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments with which the model calls a layer, besides the hidden states."""
+
+
+def tokens_per_batch(device: torch.device, hidden: int) -> int:
+    """Return how many tokens are run at once, of a hidden size."""
+    return TOKENS_PER_BATCH if device.type == "cpu" else max(1, NUMBERS_PER_BATCH // hidden)
 
 
 def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
@@ -111,7 +121,7 @@ class Layers:
             )
             out = self._base(input_ids=batch.to(self._device), use_cache=False).last_hidden_state
             if out.shape[:-1] == batch.shape:
-                return self.put_away(out), calls
+                return out.to(self._home), calls
         raise ModelError("the decoder layers of this transformers release are called in a new way")
 
     def load(
@@ -155,17 +165,34 @@ class Layers:
 
     def advance(self, index: int, state: State) -> State:
         """Return a batch of hidden states behind a layer."""
-        return self.passed(self.modules[index], index, state)
+        [behind] = self.passes(self.modules[index], index, [state])
+        return behind
 
-    def passed(self, module: Callable[..., Any], index: int, state: State) -> State:
-        """Return a batch of hidden states behind a module that is called as a layer is."""
-        return self.put_away(self.call(module, index, state.to(self._device)))
+    def passes(
+        self, module: Callable[..., Any], index: int, states: Iterable[State]
+    ) -> Iterator[State]:
+        """Yield batches of hidden states behind a module that is called as a layer is.
 
-    def put_away(self, state: State) -> State:
-        """Return hidden states where they wait: beside a GPU in pages that it copies directly."""
-        if self._home.type != "cpu" or state.device.type != "cuda":
-            return state.to(self._home)
-        return torch.empty(state.shape, dtype=state.dtype, pin_memory=True).copy_(state)
+        They are where states wait once the iteration has ended: batches are copied to a GPU and
+        back while others are computed.
+        """
+        copies = Copies(self._device) if self._copied else None
+        for state in self.arriving(states):
+            behind = self.call(module, index, state)
+            yield copies.to_host(behind) if copies else behind.to(self._home)
+        if copies:
+            copies.end()
+
+    def arriving(self, states: Iterable[State]) -> Iterator[State]:
+        """Yield hidden states on the device that computes, wherever they wait."""
+        if self._copied:
+            return Copies(self._device).to_device(states)
+        return (state.to(self._device) for state in states)
+
+    @property
+    def _copied(self) -> bool:
+        """True where hidden states wait on the host beside a GPU."""
+        return self._device.type == "cuda" and self._home.type == "cpu"
 
     def experts(self, index: int) -> nn.Module | None:
         """Return the module of all experts of a layer; None where it has none."""

@@ -188,7 +188,7 @@ class DensePass(BlockSource):
 
     @contextmanager
     def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
-        [shard] = shards(*self.windows_of(run))
+        [shard] = shards(*self.windows_of(run), tokens=run.tokens_per_batch)
         yield LocalGroup(TwoStreams(self._dense, shard=shard, **run.streams(self.device)))
 
 

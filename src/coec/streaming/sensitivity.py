@@ -112,36 +112,38 @@ class Sensitivity:
         head = Head(self._model, device=self._device, dtype=self._dtype)
         # KL behind the last block → ∂KL/∂h, for both shares of the way
         gradients: dict[float, list[Tensor]] = {}
-        divergence = 0.0
+        divergence = torch.zeros((), device=self._device)
         for share, states in self._changed.items():
             gradients[share] = []
             for state, dense in zip(states, self._dense, strict=True):
                 inputs = state.to(self._device).requires_grad_()
                 total = head.divergence(inputs, dense)
                 gradients[share] += torch.autograd.grad(total, inputs)
-                divergence += float(total.detach())
-        costs: dict[str, float] = {}
+                divergence = divergence + total.detach()
+        costs: dict[str, Tensor] = {}
         blocks = self._model.layout.blocks
         # ∂KL/∂h behind every block → before it; hooks add up the costs of its sites
         for passed, block in enumerate(reversed(blocks), start=1):
             self._back(block, gradients, costs)
             if progress:
                 progress("allocating on the way back", passed, len(blocks))
-        if not math.isfinite(divergence + math.fsum(costs.values())):
+        sums = {key: float(cost) for key, cost in costs.items()}
+        if not math.isfinite(float(divergence) + math.fsum(sums.values())):
             raise NumericalError(
                 "what pruning each site costs cannot be measured: the pruned model predicts "
                 "nothing finite; remove less, or use allocation = adaptive"
             )
         tokens = sum(state.shape[0] * state.shape[1] for state in self._dense)
-        return {key: cost / tokens for key, cost in costs.items()}
+        return {key: cost / tokens for key, cost in sums.items()}
 
     def _back(
-        self, block: BlockLayout, gradients: dict[float, list[Tensor]], costs: dict[str, float]
+        self, block: BlockLayout, gradients: dict[float, list[Tensor]], costs: dict[str, Tensor]
     ) -> None:
         """Take derivatives from behind a block to before it; add up the costs of its sites."""
         self._layers.load(block, self._model.tensors(block))
         compensated, inputs = self._compensated.pop(block.index), self._inputs.pop(block.index)
-        costs |= dict.fromkeys(compensated, 0.0)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        costs |= dict.fromkeys(compensated, nothing)
         for share, behind in gradients.items():
             before = list[Tensor]()
             with self._replaced(block, compensated, share) as dense, ExitStack() as hooks:
@@ -187,7 +189,7 @@ class Sensitivity:
 
 
 def _note_cost(
-    costs: dict[str, float],
+    costs: dict[str, Tensor],
     key: str,
     dense: _Parameters,
     share: float,
@@ -201,6 +203,7 @@ def _note_cost(
     change = (out.detach() - F.linear(args[0].detach(), *dense)) / share
 
     def add(gradient: Tensor) -> None:
-        costs[key] += _RULE[share] * float((gradient * change).sum(dtype=torch.float64))
+        # The sum stays on the device: to read it would wait for it.
+        costs[key] = costs[key] + _RULE[share] * (gradient * change).sum(dtype=torch.float64)
 
     out.register_hook(add)

@@ -62,6 +62,33 @@ class ConsumerStatistics:
     added: Tensor = field(default_factory=_zero)
     scale: Tensor = field(default_factory=_zero)
 
+    def update(
+        self,
+        inputs: Float[Tensor, "... d"],
+        consumed: Float[Tensor, "... h"],
+        state: State,
+        behind: State,
+        target: State,
+        weights: Float[Tensor, "n length"] | None,
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            inputs, consumed: what the consumer takes, and makes of it.
+            state, behind: before the site, and behind it.
+            target: the dense model's states behind the site.
+            weights: of the tokens; None where all count alike.
+        """
+        w = None if weights is None else weights.to(inputs.device)
+        self.gram.update(inputs, w)
+        residual = _flat(target) - _flat(behind)
+        weighted = residual if w is None else residual * w.reshape(-1, 1).to(residual)
+        self.add_residual(summed_products(weighted, inputs.flatten(0, -2)).double())
+        # A model may scale what a site adds, by one number for all.
+        added, consumed = _flat(behind) - _flat(state), _flat(consumed)
+        self.added = self.added + _inner(added, consumed)
+        self.scale = self.scale + _inner(consumed, consumed)
+
     def merge(self, statistics: "ConsumerStatistics") -> None:
         """Add the sums of another part."""
         self.gram.merge(statistics.gram)
@@ -81,7 +108,7 @@ class OpenBlock:
 
     Attributes:
         behind_sites: the dense model's states behind every site where errors propagate, else
-            behind the block alone.
+            behind the block alone; none behind a site that the pruned model has passed.
         before_site: the pruned model's states before the site that is solved next.
         weights: of the tokens, without which all count alike.
     """
@@ -157,11 +184,12 @@ class TwoStreams:
         return self._opened
 
     def rewind(self, limit: int) -> int:
-        """Index of the current block; goes back to the first if it is beyond `limit`."""
+        """Index of the current block; goes back to the first if it is beyond `limit`, or open: the
+        states before it are gone.
+        """
         if self._opened is not None:
             self._drop(self._index)
-            self._opened = None
-        if self._index > limit:
+        if self._opened is not None or self._index > limit:
             self._begin()
         return self._index
 
@@ -171,14 +199,23 @@ class TwoStreams:
         block = self._dense.layout.blocks[index]
         layers, states = self._dense_layers, self._dense_states
         layers.load(block, self._prefetcher.tensors(block))
-        parts = [layers.modules[index]]
-        if self._propagate:
-            parts = [layers.sublayer(block, site) for site in block.sites]
-        behind: list[dict[int, State]] = []
-        for part in parts:
-            states = {n: layers.passed(part, index, s) for n, s in states.items()}
-            behind.append(states)
+        if not self._propagate:
+            behind = [self._behind(layers, layers.modules[index], dict(states))]
+        else:
+            behind = []
+            for site in block.sites:
+                # States behind a site are its targets; those before the block nothing needs again.
+                states = self._behind(layers, layers.sublayer(block, site), states)
+                behind.append(dict(states))
         self._opened = OpenBlock(behind, self._pruned_states)
+
+    def _behind(
+        self, layers: Layers, part: nn.Module, states: dict[int, State]
+    ) -> dict[int, State]:
+        """Return states behind a part of the current block; those before it are taken out."""
+        numbers = list(states)
+        behind = layers.passes(part, self._index, (states.pop(n) for n in numbers))
+        return dict(zip(numbers, behind, strict=True))
 
     def examples(self, windows_kind: WindowKind) -> Iterator[Example]:
         """Yield every window of the open block: inputs, targets behind it, weights of tokens."""
@@ -230,38 +267,22 @@ class TwoStreams:
         consumer = self._dense_layers.module(block, site.consumer)
         calls: list[tuple[Tensor, Tensor]] = []
         hook = consumer.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
+        before, targets = (
+            self._dense_layers.arriving(map(states.__getitem__, self._numbers(windows_kind)))
+            for states in (self._block.before_site, self._block.behind_sites[number])
+        )
         try:
             for numbers in self._parts[windows_kind]:
                 statistics = ConsumerStatistics(GramSum(site.columns, self._device))
                 for n in numbers:
-                    self._measure_batch(statistics, sublayer, number, n, calls)
+                    state, target = next(before), next(targets)
+                    behind = self._dense_layers.call(sublayer, self._index, state)
+                    x, consumed = calls.pop()
+                    w = self._block.weights.get(n)
+                    statistics.update(x, consumed, state, behind, target, w)
                 yield statistics
         finally:
             hook.remove()
-
-    def _measure_batch(
-        self,
-        statistics: ConsumerStatistics,
-        sublayer: nn.Module,
-        number: int,
-        n: int,
-        calls: list[tuple[Tensor, Tensor]],
-    ) -> None:
-        """Add a batch to the statistics of a consumer, whose call `sublayer` leaves in `calls`."""
-        block = self._block
-        state = block.before_site[n].to(self._device)
-        out = self._dense_layers.call(sublayer, self._index, state)
-        x, consumed = calls.pop()
-        w = block.weights.get(n)
-        statistics.gram.update(x, None if w is None else w.to(self._device))
-        target = block.behind_sites[number][n].to(self._device)
-        residual = _flat(target) - _flat(out)
-        weighted = residual if w is None else residual * w.reshape(-1, 1).to(residual)
-        statistics.add_residual(summed_products(weighted, x.flatten(0, -2)).double())
-        # A model may scale what a site adds, by one number for all.
-        added = _inner(_flat(out) - _flat(state), _flat(consumed))
-        statistics.added = statistics.added + added
-        statistics.scale = statistics.scale + _inner(_flat(consumed), _flat(consumed))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Give the pruned model's layer the tensors that a sublayer needs."""
@@ -272,10 +293,11 @@ class TwoStreams:
         """Run the pruned model through a sublayer, as it was loaded."""
         opened, layers = self._block, self._pruned_layers
         block = self._dense.layout.blocks[self._index]
+        opened.behind_sites[number] = {}
+        # The first site's are those of the block too, on which it is trained.
+        before = dict(opened.before_site) if number == 0 else opened.before_site
         sublayer = layers.sublayer(block, block.sites[number])
-        opened.before_site = {
-            n: layers.passed(sublayer, self._index, s) for n, s in opened.before_site.items()
-        }
+        opened.before_site = self._behind(layers, sublayer, before)
 
     @torch.no_grad()
     def advance(
@@ -291,26 +313,26 @@ class TwoStreams:
             halfway: the pruned model stands behind the first of two sites already, which has the
                 very tensors that were written: only the second is run.
         """
-        block = self._dense.layout.blocks[index]
-        if self._opened is not None:
-            self._dense_states = self._opened.targets
+        block, layers = self._dense.layout.blocks[index], self._dense_layers
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            self._dense_states = opened.targets
         else:
-            self._dense_layers.load(block, self._prefetcher.tensors(block))
-            self._dense_states = {
-                n: self._dense_layers.advance(index, s) for n, s in self._dense_states.items()
-            }
-        layers = self._dense_layers
+            layers.load(block, self._prefetcher.tensors(block))
+            self._dense_states = self._behind(layers, layers.modules[index], self._dense_states)
         if written:
             layers = self._pruned_layers
             layers.load(block, written)
         if written is None or written:
             states, part = self._pruned_states, layers.modules[index]
             if halfway:
-                states, part = self._block.before_site, layers.sublayer(block, block.sites[-1])
-            self._pruned_states = {n: layers.passed(part, index, s) for n, s in states.items()}
+                assert opened is not None
+                states, part = opened.before_site, layers.sublayer(block, block.sites[-1])
+            del opened  # with states that are passed
+            self._pruned_states = {}
+            self._pruned_states = self._behind(layers, part, states)
         self._drop(index)
         self._index = index + 1
-        self._opened = None
 
     def predict(self, windows_kind: WindowKind, dense: bool) -> Iterator[Prediction]:
         """Yield how well every batch is predicted behind the last block, by either model."""
@@ -334,13 +356,14 @@ def shards(
     windows: Int[Tensor, "_ length"],
     validation: Int[Tensor, "_ length"] | None,
     workers: int = 1,
-    size: int | None = None,
+    *,
+    tokens: int,
 ) -> list[Shard]:
     """Return the windows of every worker: consecutive whole parts, no more shards than parts.
 
-    A batch has `size` windows, where it is not as many as are run at once.
+    `tokens` are run at once, at most.
     """
-    size = size or batch_size(windows.shape[1], len(windows))
+    size = batch_size(windows.shape[1], tokens, len(windows))
     fit = windows.split(size)
     validation_batches = () if validation is None else validation.split(size)
     numbered = [WindowBatch(n, ids) for n, ids in enumerate((*fit, *validation_batches))]

@@ -1,0 +1,169 @@
+"""The least seconds that a block takes on a GPU at the widths of an 8B, counted on a CPU.
+
+    python -m benchmarks.block_floor [--presets paper fast balanced] [--scale 0.125]
+
+Two random blocks as in benchmarks.two_blocks, every width, the windows' length and the vocabulary
+scaled, are pruned as a GPU does it: forward passes in bfloat16, SVDs and polar factors by products.
+Products, attention and decompositions are counted by what runs them, and scaled back: all grow with
+the third power. The floor is their number over what an H200 was measured to do (docs/lab/LOG.md).
+Elementwise work, copies, launches and Python count as nothing; operators and reads of single
+numbers, which wait for the device, are counted beside it. What is computed once for a model is
+halved with the rest. Rows are in benchmarks/results/block_floor.json.
+"""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import coec.devices
+import coec.linalg.decompose
+import coec.linalg.polar
+import coec.streaming.two_streams
+import coec.types
+from benchmarks import record, two_blocks
+from benchmarks.real_floor import RUN
+
+_aten = torch.ops.aten
+RATES = {torch.bfloat16: 783e12, torch.float32: 413e12, torch.float64: 64.6e12}
+"""Operations a second of a large product on an H200; float32 is TF32, as in preconditioners."""
+DECOMPOSITIONS = {
+    _aten._linalg_eigh.default: 6.2e12,
+    _aten.linalg_cholesky_ex.default: 3.9e12,
+    _aten.cholesky_inverse.default: 13e12,
+}
+"""The same of decompositions in float64 at 14,336 rows: 2.22, 0.25 and 0.15 s."""
+ATTENTION_BACK = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+PARTS = {
+    "layers": "passes", "head": "predictions", "elimination": "elimination",
+    "decompose": "eigenpairs", "qdwh": "polar factors and SVDs", "conjugate": "descent",
+    "right": "descent", "stiefel": "descent", "frame": "descent", "spd": "solves",
+}  # fmt: skip
+"""What runs an operator, by the module of the package that it is called from."""
+REST = "errors and the rest"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Count every preset, save the rows, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--presets", nargs="+", default=["paper", "fast", "balanced"])
+    parser.add_argument("--scale", type=float, default=1 / 8, help="of all sizes but the windows")
+    parser.add_argument("--samples", type=int, default=128)
+    chosen = parser.parse_args(arguments)
+    rows = []
+    for preset in chosen.presets:
+        rows.append(counted(preset, chosen.scale, chosen.samples))
+        record.save("block_floor", arguments, {"rows": rows})
+    print(describe(rows))
+
+
+class Count(TorchDispatchMode):
+    """Adds up the floor's seconds by part, operators, and reads of single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.operators = self.reads = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Count, and run the operator."""
+        self.operators += 1
+        self.reads += func is _aten._local_scalar_dense.default
+        if func is ATTENTION_BACK:  # five products, where there are two on the way
+            self.add(5 / 2 * RUN[_ATTENTION](*args[1:3]), args[0].dtype)
+        elif count := RUN.get(func):
+            rate = DECOMPOSITIONS.get(func) or RATES[args[0].dtype]
+            self.seconds[_part()] += count(*args) / rate
+        return func(*args, **(kwargs or {}))
+
+    def add(self, operations: float, dtype: torch.dtype, part: str | None = None) -> None:
+        """Add operations in one dtype."""
+        self.seconds[part or _part()] += operations / RATES[dtype]
+
+
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _part() -> str:
+    """Return what the package is doing, by the modules on the stack."""
+    modules: list[str] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if "coec" in path.parts:
+            modules.append(path.stem)
+        frame = frame.f_back
+    if "block_training" in modules:
+        return "training"
+    return next((PARTS[module] for module in modules if module in PARTS), REST)
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(count: Count) -> Iterator[None]:
+    """Let the package take the ways that it takes on a GPU, and count sums as made there."""
+
+    def summed_products(a: Tensor, x: Tensor) -> Tensor:
+        parts = 1 if a.dtype == x.dtype else coec.devices._PARTS
+        count.add(parts * 2.0 * a.numel() * x.shape[1], torch.bfloat16, "sums")
+        with torch.utils._python_dispatch._disable_current_modes():
+            return a.T.float() @ x.float()
+
+    def widens(device: torch.device, dtype: torch.dtype) -> bool:
+        return dtype == torch.bfloat16
+
+    with contextlib.ExitStack() as stack:
+        for module, name, other in (
+            (coec.linalg.decompose, "by_products", lambda A: True),
+            (coec.linalg.polar, "by_products", lambda A: True),
+            (coec.types, "widens", widens),
+            (coec.types, "summed_products", summed_products),
+            (coec.streaming.two_streams, "summed_products", summed_products),
+        ):
+            stack.enter_context(mock.patch.object(module, name, other))
+        yield
+
+
+def counted(preset: str, scale: float, samples: int) -> dict[str, Any]:
+    """Return a block's seconds by part at the whole widths, its operators and its reads."""
+    count, length = Count(), max(8, round(2048 * scale))
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        vocabulary = max(64, round(two_blocks.VOCABULARY * scale))
+        dense, tokens = two_blocks.made(work, scale, samples, length, torch.bfloat16, vocabulary)
+        with as_on_a_gpu(count), count:
+            two_blocks.pruned(dense, work / "out", tokens, preset, samples, length, "cpu",
+                              forward_dtype="bfloat16")  # fmt: skip
+    blocks = two_blocks.BLOCKS
+    by_part = sorted(count.seconds.items(), key=lambda item: -item[1])
+    seconds = {part: s / blocks / scale**3 for part, s in by_part}
+    operators, reads = count.operators // blocks, count.reads // blocks
+    return {"preset": preset, "seconds": seconds, "operators": operators, "reads": reads}
+
+
+def describe(rows: list[dict[str, Any]]) -> str:
+    """Return the table in Markdown."""
+    parts = list(dict.fromkeys(part for row in rows for part in row["seconds"]))
+    header = ["one block, s", *parts, "floor", "operators", "reads"]
+    lines = [
+        [
+            row["preset"], *(f"{row['seconds'].get(part, 0):.2f}" for part in parts),
+            f"{sum(row['seconds'].values()):.1f}", f"{row['operators']:,}", f"{row['reads']:,}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return record.table(header, lines)
+
+
+if __name__ == "__main__":
+    main()
