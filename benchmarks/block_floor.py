@@ -8,13 +8,15 @@ Products, attention and decompositions are counted by what runs them, and scaled
 the third power. The floor is their number over what an H200 was measured to do (docs/lab/LOG.md).
 Elementwise work, copies, launches and Python count as nothing; operators and reads of single
 numbers, which wait for the device, are counted beside it. What is computed once for a model is
-halved with the rest. Rows are in benchmarks/results/block_floor.json.
+halved with the rest. The last column has the bytes of all tensors at their peak, on the device and
+on the host, which grow with the square. Rows are in benchmarks/results/block_floor.json.
 """
 
 import argparse
 import contextlib
 import sys
 import tempfile
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +26,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import coec.devices
 import coec.linalg.decompose
 import coec.linalg.polar
+import coec.streaming.layers
 import coec.streaming.two_streams
 import coec.types
 from benchmarks import record, two_blocks
@@ -67,12 +71,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Count(TorchDispatchMode):
-    """Adds up the floor's seconds by part, operators, and reads of single numbers."""
+    """Adds up the floor by part, operators, reads of single numbers, and the bytes of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.operators = self.reads = 0
+        self.operators = self.reads = self.held = self.peak = 0
+        self._storages: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -85,7 +90,23 @@ class Count(TorchDispatchMode):
         elif count := RUN.get(func):
             rate = DECOMPOSITIONS.get(func) or RATES[args[0].dtype]
             self.seconds[_part()] += count(*args) / rate
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._hold, out)
+        return out
+
+    def _hold(self, tensor: Tensor) -> None:
+        """Count the bytes of a tensor's storage for as long as that lives."""
+        if tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self._storages:
+            self._storages[key] = storage.nbytes()
+            self.held += self._storages[key]
+            self.peak = max(self.peak, self.held)
+            weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.held -= self._storages.pop(key)
 
     def add(self, operations: float, dtype: torch.dtype, part: str | None = None) -> None:
         """Add operations in one dtype."""
@@ -110,7 +131,7 @@ def _part() -> str:
 
 
 @contextlib.contextmanager
-def as_on_a_gpu(count: Count) -> Iterator[None]:
+def as_on_a_gpu(count: Count, tokens_at_once: int) -> Iterator[None]:
     """Let the package take the ways that it takes on a GPU, and count sums as made there."""
 
     def summed_products(a: Tensor, x: Tensor) -> Tensor:
@@ -129,6 +150,7 @@ def as_on_a_gpu(count: Count) -> Iterator[None]:
             (coec.types, "widens", widens),
             (coec.types, "summed_products", summed_products),
             (coec.streaming.two_streams, "summed_products", summed_products),
+            (coec.streaming.layers, "TOKENS_PER_BATCH", tokens_at_once),
         ):
             stack.enter_context(mock.patch.object(module, name, other))
         yield
@@ -141,24 +163,28 @@ def counted(preset: str, scale: float, samples: int) -> dict[str, Any]:
         work = Path(folder)
         vocabulary = max(64, round(two_blocks.VOCABULARY * scale))
         dense, tokens = two_blocks.made(work, scale, samples, length, torch.bfloat16, vocabulary)
-        with as_on_a_gpu(count), count:
+        with as_on_a_gpu(count, round(8192 * scale)), count:
             two_blocks.pruned(dense, work / "out", tokens, preset, samples, length, "cpu",
                               forward_dtype="bfloat16")  # fmt: skip
     blocks = two_blocks.BLOCKS
     by_part = sorted(count.seconds.items(), key=lambda item: -item[1])
     seconds = {part: s / blocks / scale**3 for part, s in by_part}
     operators, reads = count.operators // blocks, count.reads // blocks
-    return {"preset": preset, "seconds": seconds, "operators": operators, "reads": reads}
+    return {
+        "preset": preset, "seconds": seconds, "operators": operators, "reads": reads,
+        "bytes": count.peak / scale**2,
+    }  # fmt: skip
 
 
 def describe(rows: list[dict[str, Any]]) -> str:
     """Return the table in Markdown."""
     parts = list(dict.fromkeys(part for row in rows for part in row["seconds"]))
-    header = ["one block, s", *parts, "floor", "operators", "reads"]
+    header = ["one block, s", *parts, "floor", "operators", "reads", "tensors, GB"]
     lines = [
         [
             row["preset"], *(f"{row['seconds'].get(part, 0):.2f}" for part in parts),
             f"{sum(row['seconds'].values()):.1f}", f"{row['operators']:,}", f"{row['reads']:,}",
+            f"{row['bytes'] / 1e9:.1f}",
         ]
         for row in rows
     ]  # fmt: skip

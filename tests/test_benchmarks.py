@@ -253,4 +253,6 @@ def test_the_least_seconds_of_a_block_are_counted_as_a_gpu_takes_it(tmp_path, mo
     assert paper["polar factors and SVDs"] > 0
     grams = (14_336**2 + 4096**2) * 2 * tokens / 783e12
     assert paper["sums"] == pytest.approx(grams, rel=0.01)
+    states = 3 * tokens * 4096 * 2  # bfloat16
+    assert states < rows[0]["bytes"] < states + 8 * 8 * 14_336**2  # and a few squares of channels
     assert "| fast |" in capsys.readouterr().out

@@ -154,6 +154,24 @@ def test_three_sets_of_hidden_states_are_in_memory(settings, dense, tmp_path, mo
     assert 2 * batches < most <= 3 * batches + 2
 
 
+@pytest.mark.parametrize(("propagate", "sums"), [(True, 2), (False, 6)])
+def test_the_sums_of_a_part_are_gone_before_the_next(propagate, sums, pruned, monkeypatch):
+    """Beside the total of one site where errors propagate, else of both, and of both kinds of
+    windows."""
+    init, alive, most = GramSum.__init__, WeakSet(), 0
+
+    def counted(self, d, *args):
+        nonlocal most
+        init(self, d, *args)
+        if d:  # and no batch
+            alive.add(self)
+            most = max(most, len(alive))
+
+    monkeypatch.setattr(GramSum, "__init__", counted)
+    pruned(preset="balanced", propagate=propagate, reconstruct=1, prediction_passes=0)
+    assert most == sums
+
+
 def hidden(model, ids):
     """The hidden states behind every layer."""
     with torch.no_grad():

@@ -222,6 +222,7 @@ class BlockReconstruction:
                     if name not in totals:
                         totals[name] = GramSum(len(total.x), self._run.device)
                     totals[name].merge(total)
+                del part, total
         return Measured(block, tensors, *sums.grams())
 
     def _solved(self, block: BlockLayout, tensors: Mapping[str, Tensor]) -> SolvedBlock:
@@ -345,6 +346,7 @@ class BlockReconstruction:
         sums = ConsumerStatistics(GramSum(site.columns, self._run.device))
         for sums_of_part in self._group.each(TwoStreams.measure, number, windows):
             sums.merge(sums_of_part)
+            del sums_of_part  # as large as the sums: before the next is made
         total_weight = sums.gram.weight
         gram = sums.gram.gram()
         with naming(site.consumer):

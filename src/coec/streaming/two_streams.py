@@ -247,18 +247,21 @@ class TwoStreams:
             for n, state in self._block.targets.items()
         }
 
-    @torch.no_grad()
     def measure_block(self, windows_kind: WindowKind) -> Iterator[dict[str, GramSum]]:
         """Yield, for every part, sums over the inputs of all consumers in the dense model."""
         layers, block = self._dense_layers, self._dense.layout.blocks[self._index]
-        for numbers in self._parts[windows_kind]:
+
+        @torch.no_grad()
+        def measured(numbers: Sequence[int]) -> dict[str, GramSum]:
             sums: dict[str, GramSum] = {}
             for n in numbers:
                 with summed_inputs(layers, block, sums, self._block.weights.get(n)):
                     layers.advance(block.index, self._dense_states[n])
-            yield sums
+            return sums
 
-    @torch.no_grad()
+        for numbers in self._parts[windows_kind]:
+            yield measured(numbers)  # and not kept beside the next
+
     def measure(self, number: int, windows_kind: WindowKind) -> Iterator[ConsumerStatistics]:
         """Yield, for every part, the statistics of a site's consumer behind dense producers."""
         block = self._dense.layout.blocks[self._index]
@@ -271,16 +274,21 @@ class TwoStreams:
             self._dense_layers.arriving(map(states.__getitem__, self._numbers(windows_kind)))
             for states in (self._block.before_site, self._block.behind_sites[number])
         )
+
+        @torch.no_grad()
+        def measured(numbers: Sequence[int]) -> ConsumerStatistics:
+            statistics = ConsumerStatistics(GramSum(site.columns, self._device))
+            for n in numbers:
+                state, target = next(before), next(targets)
+                behind = self._dense_layers.call(sublayer, self._index, state)
+                x, consumed = calls.pop()
+                w = self._block.weights.get(n)
+                statistics.update(x, consumed, state, behind, target, w)
+            return statistics
+
         try:
             for numbers in self._parts[windows_kind]:
-                statistics = ConsumerStatistics(GramSum(site.columns, self._device))
-                for n in numbers:
-                    state, target = next(before), next(targets)
-                    behind = self._dense_layers.call(sublayer, self._index, state)
-                    x, consumed = calls.pop()
-                    w = self._block.weights.get(n)
-                    statistics.update(x, consumed, state, behind, target, w)
-                yield statistics
+                yield measured(numbers)  # and not kept beside the next
         finally:
             hook.remove()
 
