@@ -6,10 +6,10 @@ Two random blocks as in benchmarks.two_blocks, every width, the windows' length 
 scaled, are pruned as a GPU does it: forward passes in bfloat16, SVDs and polar factors by products.
 Products, attention and decompositions are counted by what runs them, and scaled back: all grow with
 the third power. The floor is their number over what an H200 was measured to do (docs/lab/LOG.md).
-Elementwise work, copies, launches and Python count as nothing; operators and reads of single
-numbers, which wait for the device, are counted beside it. What is computed once for a model is
-halved with the rest. The last column has the bytes of all tensors at their peak, on the device and
-on the host, which grow with the square. Rows are in benchmarks/results/block_floor.json.
+Elementwise work, copies, launches and Python count as nothing. Numbers of iterations are those at
+the small size. What is computed once for a model is halved with the rest; the training of the last
+block on predictions is left out. The last column has the bytes of all tensors at their peak, on the
+device and on the host, which grow with the square. Rows are in benchmarks/results/block_floor.json.
 """
 
 import argparse
@@ -71,20 +71,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Count(TorchDispatchMode):
-    """Adds up the floor by part, operators, reads of single numbers, and the bytes of tensors."""
+    """Adds up the floor by part, and the bytes of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.operators = self.reads = self.held = self.peak = 0
+        self.held = self.peak = 0
         self._storages: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Count, and run the operator."""
-        self.operators += 1
-        self.reads += func is _aten._local_scalar_dense.default
         if func is ATTENTION_BACK:  # five products, where there are two on the way
             self.add(5 / 2 * RUN[_ATTENTION](*args[1:3]), args[0].dtype)
         elif count := RUN.get(func):
@@ -158,33 +156,30 @@ def as_on_a_gpu(count: Count, tokens_at_once: int) -> Iterator[None]:
 
 def counted(preset: str, scale: float, samples: int) -> dict[str, Any]:
     """Return a block's seconds by part at the whole widths, its operators and its reads."""
+    scale = two_blocks.hidden_size(scale) / two_blocks.hidden_size(1)
     count, length = Count(), max(8, round(2048 * scale))
+    settings: dict[str, Any] = {"prediction_passes": 0} if preset in ("balanced", "best") else {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         vocabulary = max(64, round(two_blocks.VOCABULARY * scale))
         dense, tokens = two_blocks.made(work, scale, samples, length, torch.bfloat16, vocabulary)
         with as_on_a_gpu(count, round(8192 * scale)), count:
             two_blocks.pruned(dense, work / "out", tokens, preset, samples, length, "cpu",
-                              forward_dtype="bfloat16")  # fmt: skip
+                              forward_dtype="bfloat16", **settings)  # fmt: skip
     blocks = two_blocks.BLOCKS
     by_part = sorted(count.seconds.items(), key=lambda item: -item[1])
     seconds = {part: s / blocks / scale**3 for part, s in by_part}
-    operators, reads = count.operators // blocks, count.reads // blocks
-    return {
-        "preset": preset, "seconds": seconds, "operators": operators, "reads": reads,
-        "bytes": count.peak / scale**2,
-    }  # fmt: skip
+    return {"preset": preset, "seconds": seconds, "bytes": count.peak / scale**2}
 
 
 def describe(rows: list[dict[str, Any]]) -> str:
     """Return the table in Markdown."""
     parts = list(dict.fromkeys(part for row in rows for part in row["seconds"]))
-    header = ["one block, s", *parts, "floor", "operators", "reads", "tensors, GB"]
+    header = ["one block, s", *parts, "floor", "tensors, GB"]
     lines = [
         [
             row["preset"], *(f"{row['seconds'].get(part, 0):.2f}" for part in parts),
-            f"{sum(row['seconds'].values()):.1f}", f"{row['operators']:,}", f"{row['reads']:,}",
-            f"{row['bytes'] / 1e9:.1f}",
+            f"{sum(row['seconds'].values()):.1f}", f"{row['bytes'] / 1e9:.1f}",
         ]
         for row in rows
     ]  # fmt: skip

@@ -7,9 +7,9 @@ Two blocks of random weights with the widths of Llama-3.1-8B, in bfloat16, and r
 Each preset prunes 30 % in a process of its own, and once more under cProfile on an eighth of the
 windows, which names the three functions that take most time themselves. What is computed once for a
 model, such as predictions at the end, is halved with the rest. Before them `fast` runs at a
-sixteenth of the widths in float64 on the CPU, on the device, and there with hidden states on the
-host: the largest differences of a weight, over the largest weight. Rows are in
-benchmarks/results/two_blocks.json.
+sixteenth of the widths in float64 on the CPU and on the device, and three recipes run at a quarter
+of the widths with hidden states on the device and on the host: the largest differences of a weight,
+over the largest weight. Rows are in benchmarks/results/two_blocks.json.
 """
 
 import argparse
@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor
 
 from benchmarks import record
 
@@ -53,7 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        difference, moved = agreement(work, chosen.device)
+        difference = agreement(work, chosen.device)
+        moved = moving(work, chosen.device, chosen.scale / 4)
         print(
             f"largest difference to the CPU in float64: {difference:.2g} of the largest weight; "
             f"of states on the host to states on the device: {moved:.2g}"
@@ -84,6 +84,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
 
 
+def hidden_size(scale: float) -> int:
+    """Return the hidden size of a scaled model: that of an 8B, or a multiple of 32 heads."""
+    return max(256, 512 * round(8 * scale))
+
+
 def made(
     work: Path,
     scale: float,
@@ -93,7 +98,7 @@ def made(
     vocabulary: int = VOCABULARY,
 ) -> tuple[Path, Path]:
     """Make a random model and its token ids, once; return their places."""
-    hidden = max(256, 512 * round(8 * scale))
+    hidden = hidden_size(scale)
     config = transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=int(3.5 * hidden), num_hidden_layers=BLOCKS,
         num_attention_heads=32, num_key_value_heads=8, vocab_size=vocabulary,
@@ -108,24 +113,43 @@ def made(
     return dense, tokens
 
 
-def agreement(work: Path, device: str) -> tuple[float, float]:
-    """Return how far `fast` on the device is from the CPU, at a sixteenth of the widths in float64,
-    and from itself where hidden states wait on the host, from and to which they are copied.
-    """
+def agreement(work: Path, device: str) -> float:
+    """Return how far `fast` on the device is from the CPU: a sixteenth of the widths, float64."""
     dense, tokens = made(work, 1 / 16, 64, 64, torch.float64)
-    weights = []
-    for number, (place, room) in enumerate((("cpu", 0.8), (device, 0.8), (device, 0.0))):
-        out = work / f"agreement-{number}"
-        with mock.patch("coec.planning.run._ROOM_FOR_STATES", room):
-            pruned(dense, out, tokens, "fast", 64, 64, place, forward_dtype="float64")
-        weights.append(load_file(out / "model.safetensors"))
-    on_cpu, on_device, copied = weights
-    largest = max(float(tensor.abs().max()) for tensor in on_cpu.values())
+    outs = [work / "agreement-cpu", work / "agreement-device"]
+    for out, place in zip(outs, ("cpu", device), strict=True):
+        pruned(dense, out, tokens, "fast", 64, 64, place, forward_dtype="float64")
+    return difference(*outs)
 
-    def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-        return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
 
-    return difference(on_cpu, on_device), difference(on_device, copied)
+def moving(work: Path, device: str, scale: float) -> float:
+    """Return how far a run is from itself where hidden states wait on the host, and are copied from
+    there and back: closed forms, and trained blocks with and without propagation.
+    """
+    samples, length = 256, max(32, round(4096 * scale))
+    dense, tokens = made(work, scale, samples, length, torch.bfloat16)
+    brief: dict[str, Any] = {"reconstruct": 1, "prediction_passes": 0}
+    recipes = {"fast": {}, "balanced": brief, "beside": brief | {"propagate": False}}
+    largest = 0.0
+    for name, settings in recipes.items():
+        preset = name if name == "fast" else "balanced"
+        outs = [work / f"moving-{name}-{room}" for room in (0.8, 0.0)]
+        for out, room in zip(outs, (0.8, 0.0), strict=True):
+            with (
+                mock.patch("coec.planning.run._ROOM_FOR_STATES", room),
+                mock.patch("coec.streaming.layers.NUMBERS_PER_BATCH", 2**23),  # many batches
+            ):
+                pruned(dense, out, tokens, preset, samples, length, device, **settings)
+        largest = max(largest, difference(*outs))
+    return largest
+
+
+def difference(one: Path, other: Path) -> float:
+    """Return the largest difference of two models' weights, over the largest weight."""
+    weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    largest = max(float(tensor.abs().max()) for tensor in weights[0].values())
+    pairs = ((weights[0][name], weights[1][name]) for name in weights[0])
+    return max(float((a - b).abs().max()) for a, b in pairs) / largest
 
 
 def measured(

@@ -105,7 +105,7 @@ class SummingStream:
         fit, validation = windows
         self._stream = DenseStream(dense, fit, holdout=validation, device=device, dtype=dtype)
         self._prefetcher = Prefetcher(dense, last=len(dense.layout.blocks) - 1)
-        self._before: dict[int, list[State]] = {}
+        self._before: dict[int, dict[int, State]] = {}
 
     def add(self, index: int, oldest: int, sums: Sums) -> Sums:
         """Return the sums of a block with these windows' batches added, on the CPU."""
@@ -122,16 +122,16 @@ class SummingStream:
         indices = [n for n in self._before if n <= index]
         if not indices:
             self._stream.begin()
-            self._before[0] = list(self._stream.states)
+            self._before[0] = dict(self._stream.states)
             indices = [0]
-        self._stream.states = list(self._before[max(indices)])
+        self._stream.states = dict(self._before[max(indices)])
         for between in range(max(indices), index):
             self._advance(between, None)
 
     def _advance(self, index: int, sums: Sums | None) -> None:
         block = self._dense.layout.blocks[index]
         self._stream.advance(block, self._prefetcher.tensors(block), sums)
-        self._before[index + 1] = list(self._stream.states)
+        self._before[index + 1] = dict(self._stream.states)
 
 
 class WorkerPool:

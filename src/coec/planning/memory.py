@@ -21,6 +21,7 @@ from coec.devices import (
 from coec.models.layout import Site
 from coec.planning.plan import Plan
 from coec.reconstruction.block_training import step_tokens
+from coec.streaming.copies import AHEAD
 from coec.streaming.dense_stream import batch_size
 from coec.streaming.head import LOGITS_PER_PASS
 from coec.streaming.layers import tokens_per_batch
@@ -127,6 +128,8 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
     widest = max(site.columns for site in layout.sites)
     # States and their copies inside a layer; the Gram's inputs in float64
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
+    if compute.device != "cpu" and not compute.states_on_device:
+        per_token += 2 * (AHEAD + 1) * state  # batches on their way to the device and back
     at_once = tokens_per_batch(torch.device(compute.device), plan.dense.hidden)
     batch = min(batch_size(plan.seq_len, at_once) * plan.seq_len, tokens)
     logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
@@ -149,7 +152,7 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         **_solving(plan, compute, site_kind),
     }
     if compute.measured:
-        sizes |= dict.fromkeys(("text", "hidden states", "forward pass"), 0)
+        sizes |= dict.fromkeys(("text", "hidden states", "states of allocation", "forward pass"), 0)
     return sizes
 
 

@@ -1,9 +1,13 @@
 """Hidden states copied between the host and a GPU while it computes."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+
+AHEAD = 2
+"""Tensors whose work may still be going on when the next is copied: its memory is not free yet."""
 
 
 class Copies:
@@ -16,12 +20,18 @@ class Copies:
     def to_device(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield tensors on the device; the copy of each begins before the one ahead is computed."""
         ahead: tuple[Tensor, torch.cuda.Event] | None = None
+        work = deque[torch.cuda.Event]()
         for state in states:
+            if len(work) > AHEAD:
+                work.popleft().synchronize()
             with torch.cuda.stream(self._up):
                 begun = state.to(self._device, non_blocking=True)
             following = begun, self._up.record_event()
             if ahead is not None:
                 yield self._arrived(*ahead)
+                # Behind the work, and behind the copy of what came of it
+                self._down.wait_stream(torch.cuda.current_stream(self._device))
+                work.append(self._down.record_event())
             ahead = following
         if ahead is not None:
             yield self._arrived(*ahead)

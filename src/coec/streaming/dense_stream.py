@@ -99,13 +99,13 @@ class DenseStream:
         self._fit_batches = len(fit)
         # Validation windows come last, in batches of their own: no batch belongs to both sums.
         self._batches = fit if holdout is None else fit + holdout.split(size)
-        self.states: list[State] = []
+        self.states: dict[int, State] = {}
 
     @torch.no_grad()
     def begin(self) -> None:
         """Set `states` to those before the first block."""
         embedding = self._dense.tensor(self._dense.layout.embedding)
-        self.states = self._layers.embed(self._batches, embedding)
+        self.states = dict(enumerate(self._layers.embed(self._batches, embedding)))
 
     @torch.no_grad()
     def advance(
@@ -130,9 +130,9 @@ class DenseStream:
             with ExitStack() as hooks:
                 if sums is not None and numbers:
                     hooks.enter_context(summed_inputs(self._layers, block, getattr(sums, windows)))
-                for number in numbers:
-                    self.states[number] = self._layers.advance(block.index, self.states[number])
-                    progress()
+                part = {number: self.states.pop(number) for number in numbers}
+                layer = self._layers.modules[block.index]
+                self.states |= self._layers.through(layer, block.index, part, progress)
         self._layers.drop(block.index)
 
     def blocks(self, skip: Container[int] = ()) -> Iterator[Measured]:

@@ -6,6 +6,7 @@ without weights: nothing of rotary embeddings, masks or positions is rebuilt.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -168,34 +169,41 @@ class Layers:
 
     def advance(self, index: int, state: State) -> State:
         """Return a batch of hidden states behind a layer."""
-        [behind] = self.passes(self.modules[index], index, [state])
-        return behind
+        return self.through(self.modules[index], index, {0: state})[0]
 
-    def passes(
-        self, module: Callable[..., Any], index: int, states: Iterable[State]
-    ) -> Iterator[State]:
-        """Yield batches of hidden states behind a module that is called as a layer is.
+    def through(
+        self,
+        module: Callable[..., Any],
+        index: int,
+        states: dict[int, State],
+        progress: Callable[[], None] = lambda: None,
+    ) -> dict[int, State]:
+        """Return the hidden states of batches behind a module that is called as a layer is.
 
-        They are where states wait once the iteration has ended: batches are copied to a GPU and
-        back while others are computed.
+        Those before it are taken out of `states`, batch by batch. Where states wait on the host
+        beside a GPU, batches are copied while others are computed.
         """
-        copies = Copies(self._device) if self._copied else None
-        for state in self.arriving(states):
-            behind = self.call(module, index, state)
-            yield copies.to_host(behind) if copies else behind.to(self._home)
-        if copies:
-            copies.end()
+        numbers, behind = list(states), dict[int, State]()
+        arriving = self.arriving(states.pop(number) for number in numbers)
+        for number, state in zip(numbers, arriving, strict=True):
+            out = self.call(module, index, state)
+            behind[number] = self._copies.to_host(out) if self._copies else out.to(self._home)
+            progress()
+        if self._copies:
+            self._copies.end()
+        return behind
 
     def arriving(self, states: Iterable[State]) -> Iterator[State]:
         """Yield hidden states on the device that computes, wherever they wait."""
-        if self._copied:
-            return Copies(self._device).to_device(states)
+        if self._copies:
+            return self._copies.to_device(states)
         return (state.to(self._device) for state in states)
 
-    @property
-    def _copied(self) -> bool:
-        """True where hidden states wait on the host beside a GPU."""
-        return self._device.type == "cuda" and self._home.type == "cpu"
+    @cached_property
+    def _copies(self) -> Copies | None:
+        """None unless hidden states wait on the host beside a GPU."""
+        beside = self._device.type == "cuda" and self._home.type == "cpu"
+        return Copies(self._device) if beside else None
 
     def experts(self, index: int) -> nn.Module | None:
         """Return the module of all experts of a layer; None where it has none."""

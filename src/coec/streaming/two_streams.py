@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from coec.devices import summed_products
 from coec.models.dense import Dense, Prefetcher
@@ -169,6 +169,7 @@ class TwoStreams:
 
     def _begin(self) -> None:
         """Go back to before the first block."""
+        self._dense_states = self._pruned_states = dict[int, State]()
         ids = [batch.ids for batch in self._batches.values()]
         embedding = self._dense.tensor(self._dense.layout.embedding)
         dense = self._dense_layers.embed(ids, embedding)
@@ -184,12 +185,14 @@ class TwoStreams:
         return self._opened
 
     def rewind(self, limit: int) -> int:
-        """Index of the current block; goes back to the first if it is beyond `limit`, or open: the
-        states before it are gone.
+        """Index of the current block; goes back to the first if it is beyond `limit`, or if states
+        before it are gone.
         """
         if self._opened is not None:
             self._drop(self._index)
-        if self._opened is not None or self._index > limit:
+            self._opened = None
+        streams = self._dense_states, self._pruned_states
+        if self._index > limit or any(len(states) < len(self._batches) for states in streams):
             self._begin()
         return self._index
 
@@ -200,22 +203,14 @@ class TwoStreams:
         layers, states = self._dense_layers, self._dense_states
         layers.load(block, self._prefetcher.tensors(block))
         if not self._propagate:
-            behind = [self._behind(layers, layers.modules[index], dict(states))]
+            behind = [layers.through(layers.modules[index], index, dict(states))]
         else:
             behind = []
             for site in block.sites:
                 # States behind a site are its targets; those before the block nothing needs again.
-                states = self._behind(layers, layers.sublayer(block, site), states)
+                states = layers.through(layers.sublayer(block, site), index, states)
                 behind.append(dict(states))
         self._opened = OpenBlock(behind, self._pruned_states)
-
-    def _behind(
-        self, layers: Layers, part: nn.Module, states: dict[int, State]
-    ) -> dict[int, State]:
-        """Return states behind a part of the current block; those before it are taken out."""
-        numbers = list(states)
-        behind = layers.passes(part, self._index, (states.pop(n) for n in numbers))
-        return dict(zip(numbers, behind, strict=True))
 
     def examples(self, windows_kind: WindowKind) -> Iterator[Example]:
         """Yield every window of the open block: inputs, targets behind it, weights of tokens."""
@@ -228,12 +223,12 @@ class TwoStreams:
     def squares(self) -> Iterator[tuple[Float[Tensor, "n length"], ...]]:
         """Yield, for every part, each token's mean square of the dense state behind the block."""
         for numbers in self._parts["fit"]:
-            squares = [self._squares(self._block.targets[n]) for n in numbers]
+            squares = [squares_of(s) for s in self._arriving(self._block.targets, numbers)]
             yield torch.cat(squares).cpu().split([len(batch) for batch in squares])
 
-    def _squares(self, state: State) -> Float[Tensor, "n length"]:
-        """Return mean squares, computed in one place wherever the states wait."""
-        return squares_of(state.to(self._device))
+    def _arriving(self, states: Mapping[int, State], numbers: Sequence[int]) -> Iterator[State]:
+        """Yield batches on the device: everything is computed in one place, wherever they wait."""
+        return self._dense_layers.arriving(states[n] for n in numbers)
 
     def weigh(self, floor: float, mean: float) -> None:
         """Set the weight of every token of the open block, without which all count alike.
@@ -242,9 +237,11 @@ class TwoStreams:
             floor: lower bound on a token's mean square.
             mean: mean weight of the tokens fitted on, by which all are divided.
         """
+        numbers = list(self._block.targets)
+        arriving = self._arriving(self._block.targets, numbers)
         self._block.weights = {
-            n: token_weights(self._squares(state), floor) / mean
-            for n, state in self._block.targets.items()
+            n: token_weights(squares_of(state), floor) / mean
+            for n, state in zip(numbers, arriving, strict=True)
         }
 
     def measure_block(self, windows_kind: WindowKind) -> Iterator[dict[str, GramSum]]:
@@ -254,9 +251,9 @@ class TwoStreams:
         @torch.no_grad()
         def measured(numbers: Sequence[int]) -> dict[str, GramSum]:
             sums: dict[str, GramSum] = {}
-            for n in numbers:
+            for n, state in zip(numbers, self._arriving(self._dense_states, numbers), strict=True):
                 with summed_inputs(layers, block, sums, self._block.weights.get(n)):
-                    layers.advance(block.index, self._dense_states[n])
+                    layers.call(layers.modules[block.index], block.index, state)
             return sums
 
         for numbers in self._parts[windows_kind]:
@@ -270,16 +267,13 @@ class TwoStreams:
         consumer = self._dense_layers.module(block, site.consumer)
         calls: list[tuple[Tensor, Tensor]] = []
         hook = consumer.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
-        before, targets = (
-            self._dense_layers.arriving(map(states.__getitem__, self._numbers(windows_kind)))
-            for states in (self._block.before_site, self._block.behind_sites[number])
-        )
+        both = self._block.before_site, self._block.behind_sites[number]
 
         @torch.no_grad()
         def measured(numbers: Sequence[int]) -> ConsumerStatistics:
             statistics = ConsumerStatistics(GramSum(site.columns, self._device))
-            for n in numbers:
-                state, target = next(before), next(targets)
+            arriving = (self._arriving(states, numbers) for states in both)
+            for n, state, target in zip(numbers, *arriving, strict=True):
                 behind = self._dense_layers.call(sublayer, self._index, state)
                 x, consumed = calls.pop()
                 w = self._block.weights.get(n)
@@ -305,7 +299,7 @@ class TwoStreams:
         # The first site's are those of the block too, on which it is trained.
         before = dict(opened.before_site) if number == 0 else opened.before_site
         sublayer = layers.sublayer(block, block.sites[number])
-        opened.before_site = self._behind(layers, sublayer, before)
+        opened.before_site = layers.through(sublayer, self._index, before)
 
     @torch.no_grad()
     def advance(
@@ -327,7 +321,7 @@ class TwoStreams:
             self._dense_states = opened.targets
         else:
             layers.load(block, self._prefetcher.tensors(block))
-            self._dense_states = self._behind(layers, layers.modules[index], self._dense_states)
+            self._dense_states = layers.through(layers.modules[index], index, self._dense_states)
         if written:
             layers = self._pruned_layers
             layers.load(block, written)
@@ -338,7 +332,7 @@ class TwoStreams:
                 states, part = opened.before_site, layers.sublayer(block, block.sites[-1])
             del opened  # with states that are passed
             self._pruned_states = {}
-            self._pruned_states = self._behind(layers, part, states)
+            self._pruned_states = layers.through(part, index, states)
         self._drop(index)
         self._index = index + 1
 

@@ -1,0 +1,167 @@
+"""Hidden states copied beside the work of a GPU, which a CPU stands in for here.
+
+What is put on a stream is done only when something waits for it, or on one stream at once: what is
+read too early is not there yet, and what is freed too early is another's by then.
+"""
+
+from collections import deque
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from coec.streaming.copies import AHEAD, Copies
+from coec.streaming.layers import Layers
+
+BATCHES = 12
+
+
+class Stream:
+    """A queue of work."""
+
+    def __init__(self, device=None):
+        self.work = deque()
+        self.done, self.hasty = 0, False
+
+    def put(self, task):
+        self.work.append(task)
+        if self.hasty:
+            self.synchronize()
+
+    def run(self, count):
+        while self.done < count:
+            task = self.work.popleft()
+            self.done += 1
+            task()
+
+    def record_event(self):
+        count = self.done + len(self.work)
+        return SimpleNamespace(synchronize=lambda: self.run(count))
+
+    def wait_event(self, event):
+        self.put(event.synchronize)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def synchronize(self):
+        self.run(self.done + len(self.work))
+
+
+class State:
+    """A number on the host, or on the device when the work for it is done.
+
+    When nobody holds it any more, its memory is used again behind the work that its own stream has
+    by then, and that of the streams that it is recorded on.
+    """
+
+    shape, dtype, on_device, most = (1,), None, 0, 0
+
+    def __init__(self, gpu, number=None, *, there=True):
+        self.gpu, self.memory = gpu, {"number": number}
+        self.stream, self.recorded = gpu.current if there else None, []
+        if there:
+            State.on_device += 1
+            State.most = max(State.most, State.on_device)
+
+    def __del__(self):
+        if self.stream is not None:
+            for stream in self.recorded:
+                self.stream.wait_stream(stream)
+            self.stream.put(lambda memory=self.memory: State.used_again(memory))
+
+    @classmethod
+    def used_again(cls, memory):
+        memory["number"] = "another's"
+        cls.on_device -= 1
+
+    @property
+    def number(self):
+        return self.memory["number"]
+
+    def to(self, device, non_blocking):
+        return self.gpu.made(self)
+
+    def copy_(self, source, non_blocking):
+        self.gpu.put(source, self)
+
+    def record_stream(self, stream):
+        self.recorded.append(stream)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    computing = Stream()
+    gpu = SimpleNamespace(computing=computing, current=computing)
+
+    def put(source, out, function=lambda number: number):
+        read, written = source.memory, out.memory
+        gpu.current.put(lambda: written.update(number=function(read["number"])))
+
+    def made(source, function=lambda number: number):
+        out = State(gpu)
+        put(source, out, function)
+        return out
+
+    @contextmanager
+    def on(stream):
+        gpu.current, before = stream, gpu.current
+        yield
+        gpu.current = before
+
+    gpu.put, gpu.made = put, made
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.current)
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: State(gpu, there=False))
+    State.on_device = State.most = 0
+    return gpu
+
+
+@pytest.fixture(params=["none", "computing", "up", "down"])
+def layers(request, gpu, monkeypatch):
+    layers = Layers.__new__(Layers)
+    layers._device, layers._home = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(
+        Layers, "call", lambda self, module, index, state: gpu.made(state, lambda n: 2 * n)
+    )
+    streams = {"computing": gpu.computing, "up": layers._copies._up, "down": layers._copies._down}
+    if request.param in streams:
+        streams[request.param].hasty = True
+    return layers
+
+
+def test_every_batch_comes_back_when_the_pass_has_ended(gpu, layers):
+    states = {number: State(gpu, number, there=False) for number in range(BATCHES)}
+    passed = []
+    behind = layers.through(None, 0, states, lambda: passed.append(len(states)))
+    assert {number: state.number for number, state in behind.items()} == {
+        number: 2 * number for number in range(BATCHES)
+    }
+    assert not states
+    assert len(passed) == BATCHES
+    assert passed[0] == BATCHES - 2  # the next is copied already
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_few_batches_are_on_the_device_at_once(measured, gpu, layers):
+    """However far ahead of the device the host could run."""
+    states = {n: State(gpu, n, there=False) for n in range(8 * BATCHES)}
+    if measured:
+        for state in layers.arriving(states.values()):
+            gpu.made(state)
+    else:
+        layers.through(None, 0, states)
+    assert State.most <= 4 * (AHEAD + 1)
+
+
+def test_states_that_nobody_waits_for_are_not_there_yet(gpu):
+    """The stand-in is as late as may be."""
+    copies = Copies(torch.device("cuda"))
+    [state] = copies.to_device([State(gpu, 3, there=False)])
+    there = copies.to_host(state)
+    assert state.number is None
+    assert there.number is None
+    copies.end()
+    assert there.number == 3
