@@ -76,7 +76,7 @@ def _drawn_to(
     if not isinstance(options.ridge, str):
         ridge = options.ridge
     else:
-        energy = target.Gxx.diagonal()
+        energy = target.Gxx.diagonal().clone()  # a view would keep Gxx beside its successor
         ridge = min(LARGEST, PRIOR * len(energy) / max(problem.gram.tokens, 1))
         # A common ridge over channels of unit energy; one without any keeps its unit.
         scale = torch.where(energy > 0, energy.sqrt(), 1.0)
