@@ -12,7 +12,7 @@ from coec.distributed.cluster import RETRIES, LostError
 from coec.errors import CoecError
 from coec.pipeline import reconstruct as reconstruction
 from coec.streaming.passes import DensePass
-from coec.streaming.two_streams import SUMMANDS, TwoStreams, shards
+from coec.streaming.two_streams import SUMMANDS, shards
 from coec.streaming.worker_group import LocalGroup, WorkerGroup
 
 SETTINGS = {
@@ -74,7 +74,7 @@ def pruned(place, out, monkeypatch, count, lost=lambda name: False, made="unifor
         several = shards(windows, held, count, tokens=size * windows.shape[1])
         dense = source._dense
         yield Several(
-            lambda shard: TwoStreams(dense, shard=shard, **run.streams(source.device)),
+            lambda shard: run.streams(dense, shard, source.device),
             several,
             lost,
         )

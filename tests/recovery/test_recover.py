@@ -445,10 +445,10 @@ def test_a_small_budget_has_small_steps_and_a_lower_rate_for_each(dense, pruned,
 
 
 def test_windows_for_a_budget_have_validation_windows_beside_them():
-    assert [text.validation_count(n) for n in (2, 8, 64, 256, 10_000)] == [1, 1, 8, 16, 16]
+    assert [text.windows_for_validation(n) for n in (2, 8, 64, 256, 10_000)] == [1, 1, 8, 16, 16]
     for tokens in (100, 10_000, 100_000):
         windows = text.windows_needed(tokens, 100)
-        assert windows - text.validation_count(windows) >= tokens / 100
+        assert windows - text.windows_for_validation(windows) >= tokens / 100
 
 
 def test_a_large_seed_trains(recover):

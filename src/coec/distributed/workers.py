@@ -73,7 +73,7 @@ class WindowWorker:
         """Return the index of the block before which both models stand, at most `limit`."""
         if self._streams is None:
             begin_process(threads)
-            self._streams = TwoStreams(dense, shard=shard, **run.streams(device))
+            self._streams = run.streams(dense, shard, device)
         return self._streams.rewind(limit)
 
     def call(

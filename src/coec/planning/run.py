@@ -4,7 +4,6 @@ fits in the free memory.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from coec.planning.recipe import Recipe
 from coec.settings.parts import SolveDtypeName
 from coec.streaming.layers import HOST, tokens_per_batch
 from coec.streaming.self_text import windows_at_once
+from coec.streaming.two_streams import Shard, TwoStreams
 
 OVER = 1.2
 """Estimate over free memory from which a plan is refused: none was planned at more than 1.16 times
@@ -92,13 +92,13 @@ class Run:
         """Number of tokens that are run at once."""
         return tokens_per_batch(self.device, self.plan.dense.hidden)
 
-    def streams(self, device: torch.device) -> dict[str, Any]:
-        """Return what `TwoStreams` takes besides the dense model and the windows."""
-        return {
-            "pruned": Description.of(self.plan.output.config), "device": device,
-            "home": device if self.states_on_device else HOST, "dtype": self.forward,
-            "written": self.written, "propagate": self.recipe.reconstruction.propagate,
-        }  # fmt: skip
+    def streams(self, dense: Dense, shard: Shard, device: torch.device) -> TwoStreams:
+        """Return both models before the first block, for the windows of one worker."""
+        return TwoStreams(
+            dense, Description.of(self.plan.output.config), shard, device,
+            home=device if self.states_on_device else HOST, dtype=self.forward,
+            written=self.written, propagate=self.recipe.reconstruction.propagate,
+        )  # fmt: skip
 
     def allocated(self, importances: Importances) -> "Run":
         """Return the run whose widths by block are decided by the importance of units."""

@@ -43,7 +43,7 @@ GROUP = 32
 """Windows that the dense model writes, or predicts, for one file."""
 
 
-def validation_count(windows: int) -> int:
+def windows_for_validation(windows: int) -> int:
     """Return how many of `windows` windows are for validation."""
     return max(1, min(round(_VALIDATION_SHARE * windows), _MOST_VALIDATION))
 
@@ -52,7 +52,7 @@ def windows_needed(tokens: int, seq_len: int) -> int:
     """Return the number of windows for a budget of tokens, the validation windows included."""
     # All windows are about trained / (1 − share), the validation windows among them.
     trained = math.ceil(tokens / seq_len)
-    return trained + validation_count(round(trained / (1 - _VALIDATION_SHARE)))
+    return trained + windows_for_validation(round(trained / (1 - _VALIDATION_SHARE)))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class WindowFile:
         if self.calibrated:
             digests = window_digests(torch.from_numpy(self.windows.astype(np.int64)))
             order.sort(key=lambda n: digests[n] in self.calibrated)  # stable: others come first
-        validation = validation_count(count)
+        validation = windows_for_validation(count)
         return sorted(order[validation:]), sorted(order[:validation])
 
 

@@ -27,7 +27,7 @@ from coec.planning.run import Run
 from coec.settings import Calibration, Runtime
 from coec.streaming.dense_stream import DenseStream, Measured
 from coec.streaming.statistics import Statistics
-from coec.streaming.two_streams import TwoStreams, shards
+from coec.streaming.two_streams import shards
 from coec.streaming.windows import window_maker
 from coec.streaming.worker_group import LocalGroup, WorkerGroup
 
@@ -189,7 +189,7 @@ class DensePass(BlockSource):
     @contextmanager
     def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
         [shard] = shards(*self.windows_of(run), tokens=run.tokens_per_batch)
-        yield LocalGroup(TwoStreams(self._dense, shard=shard, **run.streams(self.device)))
+        yield LocalGroup(run.streams(self._dense, shard, self.device))
 
 
 class SavedPass(BlockSource):
