@@ -13,7 +13,7 @@ from coec.errors import CoecError
 from coec.pipeline import reconstruct as reconstruction
 from coec.streaming.passes import DensePass
 from coec.streaming.two_streams import SUMMANDS, shards
-from coec.streaming.worker_group import LocalGroup, WorkerGroup
+from coec.streaming.worker_group import LocalGroup, WorkerGroup, streams_of
 
 SETTINGS = {
     "samples": 20, "seq_len": 16, "preset": "best", "reconstruct": 1, "prediction_passes": 1,
@@ -74,7 +74,7 @@ def pruned(place, out, monkeypatch, count, lost=lambda name: False, made="unifor
         several = shards(windows, held, count, tokens=size * windows.shape[1])
         dense = source._dense
         yield Several(
-            lambda shard: run.streams(dense, shard, source.device),
+            lambda shard: streams_of(run, dense, shard, source.device),
             several,
             lost,
         )

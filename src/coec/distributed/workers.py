@@ -31,6 +31,7 @@ from coec.planning.run import Run
 from coec.streaming.dense_stream import DenseStream, Sums
 from coec.streaming.layers import State
 from coec.streaming.two_streams import ConsumerStatistics, Shard, TwoStreams
+from coec.streaming.worker_group import streams_of
 from coec.types import GramSum
 
 WorkerWindows = tuple[Int[Tensor, "_ length"], Int[Tensor, "_ length"] | None]
@@ -73,7 +74,7 @@ class WindowWorker:
         """Return the index of the block before which both models stand, at most `limit`."""
         if self._streams is None:
             begin_process(threads)
-            self._streams = run.streams(dense, shard, device)
+            self._streams = streams_of(run, dense, shard, device)
         return self._streams.rewind(limit)
 
     def call(

@@ -11,15 +11,13 @@ from coec.allocation.by_importance import Importances
 from coec.devices import DTYPES, FreeMemory
 from coec.errors import OptionError
 from coec.models.dense import Dense
-from coec.models.description import Description
 from coec.planning.memory import ComputeConfig, disk, needed_beside, sampled_window
 from coec.planning.phases import Phase, phases_of
 from coec.planning.plan import Plan
 from coec.planning.recipe import Recipe
 from coec.settings.parts import SolveDtypeName
-from coec.streaming.layers import HOST, tokens_per_batch
+from coec.streaming.layers import tokens_per_batch
 from coec.streaming.self_text import windows_at_once
-from coec.streaming.two_streams import Shard, TwoStreams
 
 OVER = 1.2
 """Estimate over free memory from which a plan is refused: none was planned at more than 1.16 times
@@ -91,14 +89,6 @@ class Run:
     def tokens_per_batch(self) -> int:
         """Number of tokens that are run at once."""
         return tokens_per_batch(self.device, self.plan.dense.hidden)
-
-    def streams(self, dense: Dense, shard: Shard, device: torch.device) -> TwoStreams:
-        """Return both models before the first block, for the windows of one worker."""
-        return TwoStreams(
-            dense, Description.of(self.plan.output.config), shard, device,
-            home=device if self.states_on_device else HOST, dtype=self.forward,
-            written=self.written, propagate=self.recipe.reconstruction.propagate,
-        )  # fmt: skip
 
     def allocated(self, importances: Importances) -> "Run":
         """Return the run whose widths by block are decided by the importance of units."""

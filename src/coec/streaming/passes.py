@@ -29,7 +29,7 @@ from coec.streaming.dense_stream import DenseStream, Measured
 from coec.streaming.statistics import Statistics
 from coec.streaming.two_streams import shards
 from coec.streaming.windows import window_maker
-from coec.streaming.worker_group import LocalGroup, WorkerGroup
+from coec.streaming.worker_group import LocalGroup, WorkerGroup, streams_of
 
 _TEXT = "windows"
 """The piece of a run that holds its calibration windows."""
@@ -189,7 +189,7 @@ class DensePass(BlockSource):
     @contextmanager
     def worker_group(self, run: Run) -> Iterator[WorkerGroup]:
         [shard] = shards(*self.windows_of(run), tokens=run.tokens_per_batch)
-        yield LocalGroup(run.streams(self._dense, shard, self.device))
+        yield LocalGroup(streams_of(run, self._dense, shard, self.device))
 
 
 class SavedPass(BlockSource):

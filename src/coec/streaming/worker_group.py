@@ -8,9 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
-from coec.streaming.two_streams import TwoStreams
+from coec.models.dense import Dense
+from coec.models.description import Description
+from coec.planning.run import Run
+from coec.streaming.layers import HOST
+from coec.streaming.two_streams import Shard, TwoStreams
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
@@ -78,6 +83,15 @@ class WorkerGroup(ABC):
             NothingKeptError: a block between is not kept.
             LostError: a worker was lost.
         """
+
+
+def streams_of(run: Run, dense: Dense, shard: Shard, device: torch.device) -> TwoStreams:
+    """Return both models of a run before the first block, for the windows of one worker."""
+    return TwoStreams(
+        dense, Description.of(run.plan.output.config), shard, device,
+        home=device if run.states_on_device else HOST, dtype=run.forward, written=run.written,
+        propagate=run.recipe.reconstruction.propagate,
+    )  # fmt: skip
 
 
 class LocalGroup(WorkerGroup):
