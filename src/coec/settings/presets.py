@@ -34,7 +34,7 @@ _CLOSED_FORMS = {
 """What all presets but the published method begin with."""
 
 PRESETS: dict[PresetName, Preset] = {
-    "paper": Preset("COEC as published.", 2.0),
+    "paper": Preset("COEC as published.", 1.8),
     "fast": Preset(
         "Closed forms only, on inputs that the pruned model has; widths by block follow the error.",
         1.0,
@@ -42,7 +42,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "balanced": Preset(
         "Every block trained, briefly, towards the dense model's hidden states.",
-        3.2,
+        2.8,
         _CLOSED_FORMS | {
             "token_weights": "residual", "reconstruct": 4, "prediction_passes": 2,
             "holdout": HOLDOUT,
@@ -51,7 +51,7 @@ PRESETS: dict[PresetName, Preset] = {
     "best": Preset(
         "Every block trained for longer; with uniform widths, validation windows choose the number "
         "of KV groups.",
-        6.0,
+        5.4,
         _CLOSED_FORMS | {
             "token_weights": "residual", "reconstruct": 8, "reconstruct_rate": 0.005,
             "prediction_passes": 6, "kv_groups": "held-out",
