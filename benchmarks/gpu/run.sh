@@ -11,7 +11,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 minutes=${1:-8.5}
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || TWO_BLOCKS=${TWO_BLOCKS:---minutes 2}
+[ $# -gt 0 ] || TWO_BLOCKS=${TWO_BLOCKS:---minutes 3}
 python=${PYTHON:-python3}
 for wheel in wheels/*.whl; do
 	[ -f "$wheel" ] || continue
