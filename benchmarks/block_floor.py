@@ -9,7 +9,8 @@ the third power. The floor is their number over what an H200 was measured to do 
 Elementwise work, copies, launches and Python count as nothing. Numbers of iterations are those at
 the small size. What is computed once for a model is halved with the rest; the training of the last
 block on predictions is left out. The last column has the bytes of all tensors at their peak, on the
-device and on the host, which grow with the square. Rows are in benchmarks/results/block_floor.json.
+device and on the host, which grow with the square, but for panels of fixed numbers of rows. Rows
+are in benchmarks/results/block_floor.json.
 """
 
 import argparse
@@ -155,7 +156,7 @@ def as_on_a_gpu(count: Count, tokens_at_once: int) -> Iterator[None]:
 
 
 def counted(preset: str, scale: float, samples: int) -> dict[str, Any]:
-    """Return a block's seconds by part at the whole widths, its operators and its reads."""
+    """Return a block's seconds by part at the whole widths, and the bytes of its tensors."""
     scale = two_blocks.hidden_size(scale) / two_blocks.hidden_size(1)
     count, length = Count(), max(8, round(2048 * scale))
     settings: dict[str, Any] = {"prediction_passes": 0} if preset in ("balanced", "best") else {}

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import record
 
@@ -56,9 +57,10 @@ def main(arguments: list[str] | None = None) -> None:
         moved = moving(work, chosen.device, chosen.scale / 4)
         print(
             f"largest difference to the CPU in float64: {difference:.2g} of the largest weight; "
-            f"of states on the host to states on the device: {moved:.2g}"
+            f"of a second run {moved['again']:.2g}, with states on the host "
+            f"{moved['on the host']:.2g}"
         )
-        failed = moved != 0
+        failed = moved["on the host"] > moved["again"]
         dense, tokens = made(work, chosen.scale, chosen.samples, chosen.seq_len, torch.bfloat16)
         for preset in chosen.presets:
             if time.monotonic() > ends:
@@ -122,25 +124,29 @@ def agreement(work: Path, device: str) -> float:
     return difference(*outs)
 
 
-def moving(work: Path, device: str, scale: float) -> float:
-    """Return how far a run is from itself where hidden states wait on the host, and are copied from
-    there and back: closed forms, and trained blocks with and without propagation.
+def moving(work: Path, device: str, scale: float) -> dict[str, float]:
+    """Return how far a second run is from the first, with hidden states where they were, and with
+    hidden states on the host, copied from there and back: closed forms, and trained blocks with and
+    without propagation.
     """
     samples, length = 256, max(32, round(4096 * scale))
     dense, tokens = made(work, scale, samples, length, torch.bfloat16)
     brief: dict[str, Any] = {"reconstruct": 1, "prediction_passes": 0}
     recipes = {"fast": {}, "balanced": brief, "beside": brief | {"propagate": False}}
-    largest = 0.0
+    largest = {"again": 0.0, "on the host": 0.0}
     for name, settings in recipes.items():
         preset = name if name == "fast" else "balanced"
-        outs = [work / f"moving-{name}-{room}" for room in (0.8, 0.0)]
-        for out, room in zip(outs, (0.8, 0.0), strict=True):
+        outs = {run: work / f"moving-{name}-{run}" for run in ("first", *largest)}
+        for run, out in outs.items():
+            room = 0.0 if run == "on the host" else 0.8
             with (
                 mock.patch("coec.planning.run._ROOM_FOR_STATES", room),
                 mock.patch("coec.streaming.layers.NUMBERS_PER_BATCH", 2**23),  # many batches
+                sdpa_kernel(SDPBackend.MATH),  # the others' derivatives differ from run to run
             ):
                 pruned(dense, out, tokens, preset, samples, length, device, **settings)
-        largest = max(largest, difference(*outs))
+        for run in largest:
+            largest[run] = max(largest[run], difference(outs["first"], outs[run]))
     return largest
 
 

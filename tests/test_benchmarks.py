@@ -231,7 +231,8 @@ def test_two_blocks_of_large_widths_are_rehearsed_on_a_cpu(tmp_path, monkeypatch
         "--device", "cpu",
     ])  # fmt: skip
     found = json.loads((tmp_path / "two_blocks.json").read_text())
-    assert found["difference"] == found["moved"] == 0
+    assert found["difference"] == 0
+    assert set(found["moved"].values()) == {0}
     [row] = found["rows"]
     assert row["preset"] == "fast"
     assert len(row["slowest"]) == 3

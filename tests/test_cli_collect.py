@@ -35,7 +35,7 @@ def test_a_plan_with_statistics_has_their_settings(dense, tokens, run, tmp_path)
     plan = json.loads(out)
     assert plan["seq_len"] == 32
     phases = plan["memory_bytes"]["phases"]
-    of_text = {"text", "hidden states", "states of allocation", "forward pass"}
+    of_text = {"text", "hidden states", "states of allocation", "copies", "forward pass"}
     assert not any(of_text & part.keys() for one in phases.values() for part in one.values())
     flags = [word for name, value in settings.items()
              for word in (f"--{name.replace('_', '-')}", value)]  # fmt: skip

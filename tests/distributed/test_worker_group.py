@@ -23,6 +23,7 @@ MADE = {
     "uniform": {**SETTINGS, "kv_groups": "uniform"},
     "held-out": {**SETTINGS, "kv_groups": "held-out"},
     "fast": {"samples": 20, "seq_len": 16, "preset": "fast"},
+    "beside": {**SETTINGS, "kv_groups": "uniform", "propagate": False},
 }
 
 
@@ -106,6 +107,7 @@ class Lost:
     [*((name, "uniform") for name in ("squares", "advance", "predict", "advance_site", "load",
                                       "solve", "examples")),
      *((name, "fast") for name in ("advance", "advance_site", "solve")),
+     *((name, "beside") for name in ("measure_block", "solve")),
      ("measure", "held-out")],  # while a candidate is tried, and again
 )  # fmt: skip
 def test_a_place_that_is_lost_anywhere_is_made_up_for(name, made, place, tmp_path, monkeypatch):

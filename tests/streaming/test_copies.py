@@ -7,6 +7,7 @@ read too early is not there yet, and what is freed too early is another's by the
 from collections import deque
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -52,29 +53,35 @@ class Stream:
 class State:
     """A number on the host, or on the device when the work for it is done.
 
-    When nobody holds it any more, its memory is used again behind the work that its own stream has
-    by then, and that of the streams that it is recorded on.
+    When nobody holds it any more, its memory is given to the next tensor of its own stream, as soon
+    as the streams that it is recorded on have done what they had to do by then.
     """
 
     shape, dtype, on_device, most = (1,), None, 0, 0
+    freed: ClassVar[list] = []
 
     def __init__(self, gpu, number=None, *, there=True):
         self.gpu, self.memory = gpu, {"number": number}
         self.stream, self.recorded = gpu.current if there else None, []
         if there:
+            self.take_again(self.stream)
             State.on_device += 1
             State.most = max(State.most, State.on_device)
 
     def __del__(self):
         if self.stream is not None:
-            for stream in self.recorded:
-                self.stream.wait_stream(stream)
-            self.stream.put(lambda memory=self.memory: State.used_again(memory))
+            ends = [(stream, stream.done + len(stream.work)) for stream in self.recorded]
+            State.freed.append((self.stream, ends, self.memory))
 
     @classmethod
-    def used_again(cls, memory):
-        memory["number"] = "another's"
-        cls.on_device -= 1
+    def take_again(cls, stream):
+        kept, cls.freed = cls.freed, []
+        for owner, ends, memory in kept:
+            if owner is stream and all(other.done >= end for other, end in ends):
+                cls.on_device -= 1
+                stream.put(lambda memory=memory: memory.update(number="another's"))
+            else:
+                cls.freed.append((owner, ends, memory))
 
     @property
     def number(self):
@@ -115,7 +122,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: gpu.current)
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: State(gpu, there=False))
-    State.on_device = State.most = 0
+    State.on_device, State.most, State.freed = 0, 0, []
     return gpu
 
 
@@ -144,16 +151,23 @@ def test_every_batch_comes_back_when_the_pass_has_ended(gpu, layers):
     assert passed[0] == BATCHES - 2  # the next is copied already
 
 
-@pytest.mark.parametrize("measured", [False, True])
-def test_few_batches_are_on_the_device_at_once(measured, gpu, layers):
-    """However far ahead of the device the host could run."""
-    states = {n: State(gpu, n, there=False) for n in range(8 * BATCHES)}
-    if measured:
-        for state in layers.arriving(states.values()):
-            gpu.made(state)
-    else:
-        layers.through(None, 0, states)
-    assert State.most <= 4 * (AHEAD + 1)
+@pytest.mark.parametrize("part", [1, 4, 96])
+@pytest.mark.parametrize("sources", [0, 1, 2])
+def test_few_batches_are_on_the_device_at_once(sources, part, gpu, layers):
+    """However far ahead of the device the host could run: in a pass, and where parts of the windows
+    are measured, from one or two sets of states.
+    """
+    numbers = range(8 * BATCHES)
+    for first in range(0, len(numbers), part):
+        some = numbers[first : first + part]
+        states = [{n: State(gpu, n, there=False) for n in some} for _ in range(max(sources, 1))]
+        if not sources:
+            layers.through(None, 0, *states)
+            continue
+        for batch in zip(*(layers.arriving(s.values()) for s in states), strict=True):
+            for state in batch:
+                gpu.made(state)
+    assert State.most <= 5 * (AHEAD + 1)
 
 
 def test_states_that_nobody_waits_for_are_not_there_yet(gpu):

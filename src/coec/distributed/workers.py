@@ -85,7 +85,8 @@ class WindowWorker:
             raise LostError("a process was begun anew")
         args, kwargs = arguments
         values = method(self._streams, *args, **kwargs)
-        return None if values is None else [to_cpu(value) for value in values]
+        # A comprehension would keep each value while the next is made.
+        return None if values is None else list(map(to_cpu, values))
 
     def host(self) -> str:
         """Return the name of the machine."""

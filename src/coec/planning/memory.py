@@ -1,5 +1,6 @@
 """Device and dtypes of a run, and the memory and disk that it takes (docs/FORMATS.md)."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -128,10 +129,12 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
     widest = max(site.columns for site in layout.sites)
     # States and their copies inside a layer; the Gram's inputs in float64
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
-    if compute.device != "cpu" and not compute.states_on_device:
-        per_token += 2 * (AHEAD + 1) * state  # batches on their way to the device and back
     at_once = tokens_per_batch(torch.device(compute.device), plan.dense.hidden)
     batch = min(batch_size(plan.seq_len, at_once) * plan.seq_len, tokens)
+    # Beside a GPU states wait in pages that torch takes in powers of two.
+    copied = compute.device != "cpu"
+    pinned = 2 ** math.ceil(math.log2(batch * state)) / (batch * state) if copied else 1
+    waiting = state if compute.states_on_device else int(pinned * state)
     logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
     sampled = min(compute.at_once, recipe.calibration.samples) * sampled_window(plan, compute)
     sizes = {
@@ -139,8 +142,9 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         "text": _text(plan),
         "block's weights": max(models * block, embedding)
         * (stored + forward if compute.device == "cpu" else forward),
-        "hidden states": _streams(plan) * tokens * state,
-        "states of allocation": _tokens_of_allocation(plan) * state,
+        "hidden states": _streams(plan) * tokens * waiting,
+        "states of allocation": _tokens_of_allocation(plan) * int(pinned * state),
+        "copies": 2 * (AHEAD + 2) * batch * state if copied else 0,
         "states without a block": plan.dense.layers * tried_tokens(plan) * state,
         "consumers": _pruned_consumers(plan) * forward,
         "forward pass": batch * per_token,
@@ -152,7 +156,9 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         **_solving(plan, compute, site_kind),
     }
     if compute.measured:
-        sizes |= dict.fromkeys(("text", "hidden states", "states of allocation", "forward pass"), 0)
+        sizes |= dict.fromkeys(
+            ("text", "hidden states", "states of allocation", "copies", "forward pass"), 0
+        )
     return sizes
 
 

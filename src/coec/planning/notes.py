@@ -23,7 +23,7 @@ def notes_of(
         yield (
             f"blocks are not trained, and only {recipe.method.name} compensates: {why}"
             if fits and not recipe.reconstruction.reconstruct
-            else f"compensations are made on the dense model's inputs, not the pruned one's: {why}"
+            else f"compensations are for the dense model's inputs, not the pruned one's: {why}"
         )
     # Experts: widths that transformers runs all at once, and those that it does not
     for site in model.layout.kinds:

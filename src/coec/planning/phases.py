@@ -20,8 +20,8 @@ _STREAM = (*_PROCESS, "block's weights", "hidden states", "forward pass", "stati
 _SOLVE = (*_PROCESS, "hidden states", "Grams", "weight", "solver", "decomposition")
 _FIT = (*_PROCESS, "block's weights", "hidden states", "fit")
 _ALLOCATE = (
-    *_PROCESS, "block's weights", "states of allocation", "forward pass", "statistics", "consumers",
-    "Grams", "weight", "solver", "decomposition", "logits",
+    *_PROCESS, "block's weights", "states of allocation", "copies", "forward pass", "statistics",
+    "consumers", "Grams", "weight", "solver", "decomposition", "logits",
 )  # fmt: skip
 _CHOOSE = (*_PROCESS, "block's weights", "states without a block", "logits")
 _PREDICT = (*_PROCESS, "hidden states", "logits")
@@ -78,9 +78,11 @@ def phases_of(plan: Plan, compute: ComputeConfig) -> list[Phase]:
         # What is trained is run again behind it; what is not stands behind its attention already.
         again = 0.5 if settings.propagate and settings.reconstruct else 0.0
         pruned = (1 + again) * _forward(plan, plan.tokens, pruned=True)
-        add("passes", _STREAM, _dense_pass(plan) + _forward(plan, plan.tokens) + pruned)
+        stream = _STREAM if compute.states_on_device else (*_STREAM, "copies")
+        add("passes", stream, _dense_pass(plan) + _forward(plan, plan.tokens) + pruned)
     else:
-        add("calibrating", _STREAM, 0.0 if compute.measured else _dense_pass(plan))
+        calibrating = 0.0 if compute.measured else _dense_pass(plan)
+        add("calibrating", (*_STREAM, "copies"), calibrating)
     for site_kind, operations in solved.items():
         add(f"solving {site_kind}", _SOLVE, operations)
     if settings.reconstruct:

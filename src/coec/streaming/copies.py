@@ -16,25 +16,24 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._work = deque[torch.cuda.Event]()
 
     def to_device(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield tensors on the device; the copy of each begins before the one ahead is computed."""
         ahead: tuple[Tensor, torch.cuda.Event] | None = None
-        work = deque[torch.cuda.Event]()
         for state in states:
-            if len(work) > AHEAD:
-                work.popleft().synchronize()
+            while len(self._work) > AHEAD:
+                self._work.popleft().synchronize()
             with torch.cuda.stream(self._up):
                 begun = state.to(self._device, non_blocking=True)
             following = begun, self._up.record_event()
             if ahead is not None:
                 yield self._arrived(*ahead)
-                # Behind the work, and behind the copy of what came of it
-                self._down.wait_stream(torch.cuda.current_stream(self._device))
-                work.append(self._down.record_event())
+                self._note_work()
             ahead = following
         if ahead is not None:
             yield self._arrived(*ahead)
+            self._note_work()
 
     def _arrived(self, state: Tensor, copied: torch.cuda.Event) -> Tensor:
         """Let the work that follows wait for a copy, whose memory is kept until that work ends."""
@@ -42,6 +41,11 @@ class Copies:
         computing.wait_event(copied)
         state.record_stream(computing)
         return state
+
+    def _note_work(self) -> None:
+        """Note the end of the work so far, and of the copies of what came of it."""
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        self._work.append(self._down.record_event())
 
     def to_host(self, state: Tensor) -> Tensor:
         """Return a tensor that is on the host by the `end`, in pages that a GPU copies directly."""

@@ -317,6 +317,7 @@ class TwoStreams:
         """
         block, layers = self._dense.layout.blocks[index], self._dense_layers
         opened, self._opened = self._opened, None
+        states, self._pruned_states = self._pruned_states, {}
         if opened is not None:
             self._dense_states = opened.targets
         else:
@@ -326,13 +327,13 @@ class TwoStreams:
             layers = self._pruned_layers
             layers.load(block, written)
         if written is None or written:
-            states, part = self._pruned_states, layers.modules[index]
+            part = layers.modules[index]
             if halfway:
                 assert opened is not None
                 states, part = opened.before_site, layers.sublayer(block, block.sites[-1])
             del opened  # with states that are passed
-            self._pruned_states = {}
-            self._pruned_states = layers.through(part, index, states)
+            states = layers.through(part, index, states)
+        self._pruned_states = states
         self._drop(index)
         self._index = index + 1
 
