@@ -19,14 +19,14 @@ import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 import coec.devices
@@ -36,18 +36,18 @@ import coec.streaming.layers
 import coec.streaming.two_streams
 import coec.types
 from benchmarks import record, two_blocks
+from benchmarks.meter import Counter
 from benchmarks.real_floor import RUN
 
 _aten = torch.ops.aten
 RATES = {torch.bfloat16: 783e12, torch.float32: 413e12, torch.float64: 64.6e12}
 """Operations a second of a large product on an H200; float32 is TF32, as in preconditioners."""
-DECOMPOSITIONS = {
+_SLOWER = {
     _aten._linalg_eigh.default: 6.2e12,
     _aten.linalg_cholesky_ex.default: 3.9e12,
     _aten.cholesky_inverse.default: 13e12,
 }
 """The same of decompositions in float64 at 14,336 rows: 2.22, 0.25 and 0.15 s."""
-ATTENTION_BACK = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 PARTS = {
     "layers": "passes", "head": "predictions", "elimination": "elimination",
     "decompose": "eigenpairs", "qdwh": "polar factors and SVDs", "conjugate": "descent",
@@ -71,11 +71,16 @@ def main(arguments: list[str] | None = None) -> None:
     print(describe(rows))
 
 
-class Count(TorchDispatchMode):
+def _slowed(count: Callable[..., float], rate: float) -> Callable[..., float]:
+    """Count as many operations as a product has in the time."""
+    return lambda *args: RATES[torch.float64] / rate * count(*args)
+
+
+class Count(Counter):
     """Adds up the floor by part, and the bytes of tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(RATES, RUN | {f: _slowed(RUN[f], rate) for f, rate in _SLOWER.items()})
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.held = self.peak = 0
         self._storages: dict[int, int] = {}
@@ -83,15 +88,14 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Count, and run the operator."""
-        if func is ATTENTION_BACK:  # five products, where there are two on the way
-            self.add(5 / 2 * RUN[_ATTENTION](*args[1:3]), args[0].dtype)
-        elif count := RUN.get(func):
-            rate = DECOMPOSITIONS.get(func) or RATES[args[0].dtype]
-            self.seconds[_part()] += count(*args) / rate
-        out = func(*args, **(kwargs or {}))
+        """Count, run the operator, and hold what comes out."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         tree_map_only(Tensor, self._hold, out)
         return out
+
+    def add(self, operations: float, dtype: torch.dtype, part: str | None = None) -> None:
+        """Operations in one dtype, and the seconds that they take, of a part."""
+        self.seconds[part or _part()] += operations / self.rates[dtype]
 
     def _hold(self, tensor: Tensor) -> None:
         """Count the bytes of a tensor's storage for as long as that lives."""
@@ -106,13 +110,6 @@ class Count(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.held -= self._storages.pop(key)
-
-    def add(self, operations: float, dtype: torch.dtype, part: str | None = None) -> None:
-        """Add operations in one dtype."""
-        self.seconds[part or _part()] += operations / RATES[dtype]
-
-
-_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def _part() -> str:
@@ -136,7 +133,7 @@ def as_on_a_gpu(count: Count, tokens_at_once: int) -> Iterator[None]:
     def summed_products(a: Tensor, x: Tensor) -> Tensor:
         parts = 1 if a.dtype == x.dtype else coec.devices._PARTS
         count.add(parts * 2.0 * a.numel() * x.shape[1], torch.bfloat16, "sums")
-        with torch.utils._python_dispatch._disable_current_modes():
+        with _disable_current_modes():
             return a.T.float() @ x.float()
 
     def widens(device: torch.device, dtype: torch.dtype) -> bool:

@@ -48,10 +48,16 @@ def _batched(A: torch.Tensor, B: torch.Tensor) -> float:
     return 2.0 * A.numel() * B.shape[-1]
 
 
+def _attention_back(_: object, q: torch.Tensor, k: torch.Tensor, *__: object) -> float:
+    """Five products, where there are two on the way."""
+    return 5 / 2 * _attention(q, k)
+
+
 RUN = OPERATORS | {
     _aten.bmm.default: _batched,
     _aten.baddbmm.default: lambda _, A, B: _batched(A, B),
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_back,
     _aten._linalg_eigh.default: lambda A, *_: operations.eigh(len(A)),
     _aten._linalg_svd.default: lambda A, *_: operations.thin_svd(max(A.shape), min(A.shape)),
 }

@@ -24,18 +24,6 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def check_installed(purpose: str, install: str, *packages: str) -> None:
-    """Raise OptionError unless packages can be imported; `install` is what pip gets them by."""
-    for package in packages:
-        try:
-            importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            missing = (error.name or package).partition(".")[0]
-            raise OptionError(f"{purpose} needs {missing}: pip install {install}") from error
-        except ImportError as error:
-            raise OptionError(f"{purpose} needs {package}: {first_line(error)}") from error
-
-
 class CoecError(Exception):
     """Base of all errors raised on purpose by this package."""
 
@@ -66,3 +54,17 @@ class NumericalError(CoecError):
 
 class ResultsError(CoecError):
     """The results of a sweep cannot be read."""
+
+
+def check_installed(
+    purpose: str, install: str, *packages: str, kind: type[CoecError] = OptionError
+) -> None:
+    """Raise an error unless packages can be imported; `install` is what pip gets them by."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            missing = (error.name or package).partition(".")[0]
+            raise kind(f"{purpose} needs {missing}: pip install {install}") from error
+        except ImportError as error:
+            raise kind(f"{purpose} needs {package}: {first_line(error)}") from error

@@ -13,7 +13,7 @@ from os.path import isfile  # False, unlike Path.is_file, for names that no file
 from pathlib import Path
 from typing import Any, Literal
 
-from coec.errors import CalibrationError, first_line
+from coec.errors import CalibrationError, check_installed, first_line
 
 _WIKITEXT2 = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 _C4 = "allenai/c4"
@@ -208,10 +208,9 @@ def _jsonl_column(path: Path, column: str, chat: Rendered | None) -> Iterator[st
 
 
 def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise CalibrationError("reading parquet needs pyarrow: pip install 'coec[data]'") from error
+    check_installed("reading parquet", "'coec[data]'", "pyarrow.parquet", kind=CalibrationError)
+    from pyarrow import parquet
+
     try:
         file = parquet.ParquetFile(path)
         names = file.schema_arrow.names

@@ -133,8 +133,7 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
     batch = min(batch_size(plan.seq_len, at_once) * plan.seq_len, tokens)
     # Beside a GPU states wait in pages that torch takes in powers of two.
     copied = compute.device != "cpu"
-    pinned = 2 ** math.ceil(math.log2(batch * state)) / (batch * state) if copied else 1
-    waiting = state if compute.states_on_device else int(pinned * state)
+    waiting = 2 ** math.ceil(math.log2(batch * state)) // batch if copied else state
     logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
     sampled = min(compute.at_once, recipe.calibration.samples) * sampled_window(plan, compute)
     sizes = {
@@ -142,8 +141,8 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         "text": _text(plan),
         "block's weights": max(models * block, embedding)
         * (stored + forward if compute.device == "cpu" else forward),
-        "hidden states": _streams(plan) * tokens * waiting,
-        "states of allocation": _tokens_of_allocation(plan) * int(pinned * state),
+        "hidden states": _streams(plan) * tokens * (state if compute.states_on_device else waiting),
+        "states of allocation": _tokens_of_allocation(plan) * waiting,
         "copies": 2 * (AHEAD + 2) * batch * state if copied else 0,
         "states without a block": plan.dense.layers * tried_tokens(plan) * state,
         "consumers": _pruned_consumers(plan) * forward,

@@ -124,6 +124,7 @@ class DenseStream:
             progress: called after every batch.
         """
         self._layers.load(block, tensors)
+        layer = self._layers.modules[block.index]
         middle, end = self._fit_batches, len(self._batches)
         # Every batch once through the block; a hook sums the inputs of its consumers on the way.
         for windows, numbers in (("fit", range(middle)), ("validation", range(middle, end))):
@@ -131,7 +132,6 @@ class DenseStream:
                 if sums is not None and numbers:
                     hooks.enter_context(summed_inputs(self._layers, block, getattr(sums, windows)))
                 part = {number: self.states.pop(number) for number in numbers}
-                layer = self._layers.modules[block.index]
                 self.states |= self._layers.through(layer, block.index, part, progress)
         self._layers.drop(block.index)
 

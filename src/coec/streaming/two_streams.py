@@ -237,11 +237,10 @@ class TwoStreams:
             floor: lower bound on a token's mean square.
             mean: mean weight of the tokens fitted on, by which all are divided.
         """
-        numbers = list(self._block.targets)
-        arriving = self._arriving(self._block.targets, numbers)
+        targets = self._block.targets
         self._block.weights = {
             n: token_weights(squares_of(state), floor) / mean
-            for n, state in zip(numbers, arriving, strict=True)
+            for n, state in zip(targets, self._arriving(targets, [*targets]), strict=True)
         }
 
     def measure_block(self, windows_kind: WindowKind) -> Iterator[dict[str, GramSum]]:

@@ -121,7 +121,7 @@ def start_entropies(
             stream.advance(block, ahead.tensors(block), None)
             if progress:
                 progress("measuring bos", block.index + 1, len(blocks))
-    states = torch.cat([*stream.states.values()])
+    states = torch.cat(list(stream.states.values()))
     head = Head(dense, device=device, dtype=dtype)
     # As model and baseline, both over the text that follows the start.
     prediction = head.predicted(
