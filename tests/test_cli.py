@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -311,6 +313,29 @@ def test_an_interrupted_run_says_that_nothing_was_written(prune, monkeypatch, tm
     assert (status, out) == (130, "")
     assert err.rstrip().endswith("coec: interrupted; nothing half-written is left")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_whatever_code_in_c_makes_of_it(number, prune, monkeypatch, tmp_path):
+    """Tensors are read by code in C that raises a ValueError in the place of what a handler did."""
+
+    def spoiled(*arguments, **options):
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException:
+            raise ValueError("could not determine the shape") from None
+
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr("coec.pipeline.prune.solve_block", spoiled)
+    try:
+        status, out, err = prune("--preset", "paper")
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    assert (status, out) == (128 + number, "")
+    assert err.rstrip().endswith("coec: interrupted; nothing half-written is left")
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("command", ["prune", "collect", "compensate"])

@@ -38,7 +38,7 @@ def main() -> None:
         _say(f"{name} cannot be used: {error.strerror or error}")
         _leave(1)
     finally:
-        signals.interruptible()
+        signals.as_before()
 
 
 def _run() -> None:
@@ -51,19 +51,28 @@ def _run() -> None:
 
     try:
         app(prog_name="coec")
-    except CoecError as error:
-        _fail(spelled(str(error)), error)
-    except (MemoryError, RuntimeError) as error:
-        _fail_without_memory(error)
-    except SystemExit as error:
-        # Ray may have put an exit of its own in the place of ours.
-        error.code = signals.status_of_signal() or error.code
-        if error.code == signals.INTERRUPTED:
-            raise KeyboardInterrupt from error
-        if error.code in _ENDED:
-            _say_ended(error)
-        sys.stdout.flush()  # while a failure can still be told
+    except BaseException as error:
+        _end_by_signal(error)
+        if isinstance(error, CoecError):
+            _fail(spelled(str(error)), error)
+        if isinstance(error, (MemoryError, RuntimeError)):
+            _fail_without_memory(error)
         raise
+
+
+def _end_by_signal(error: BaseException) -> None:
+    """Raise the exit of the signal that came, if one has, whatever took the place of its own.
+
+    Ray puts an exit there, and code in C may make any error of it: safetensors a ValueError.
+    """
+    asked = error.code if isinstance(error, SystemExit) else None
+    status = signals.status_of_signal() or asked
+    if status == signals.INTERRUPTED:
+        raise KeyboardInterrupt from error
+    if status in _ENDED:
+        _say_ended(error)
+        sys.stdout.flush()  # while a failure can still be told
+        raise SystemExit(status) from error
 
 
 def _fail_without_memory(error: MemoryError | RuntimeError) -> None:

@@ -40,7 +40,8 @@ def _unheard(number: int, frame: FrameType | None) -> None:
 def status_of_signal() -> int | None:
     """Exit status of the signal that ends the program; None where none has come.
 
-    Ray, asked for something meanwhile, raises a SystemExit of its own in the place of ours.
+    What a handler raises may arrive as something else: Ray raises a SystemExit of its own in its
+    place, and code in C any error.
     """
     return next(iter(_statuses), None)
 
@@ -58,9 +59,20 @@ def end_at_once() -> None:
 def interruptible() -> None:
     """Make Ctrl-C an exception from now on, which lets work undo what it has half done."""
     if signal.getsignal(signal.SIGINT) is _exit:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def as_before() -> None:
+    """Leave Ctrl-C to Python again, where it is ours."""
+    if signal.getsignal(signal.SIGINT) in (_exit, _interrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
     os.write(2, f"coec: {STOPPED}\n".encode())
     os._exit(INTERRUPTED)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _statuses.append(INTERRUPTED)
+    raise KeyboardInterrupt
