@@ -160,8 +160,8 @@ def test_the_cells_of_a_sweep_are_tasks(cluster, tmp_path):
     grid.write_text(
         "preset = 'paper'\nsamples = 8\nseq_len = 128\nrounds = 1\nsparsity = [0.2, 0.3]\n"
         "evaluate = { seq_len = 128, max_windows = 2 }\n"
-        f'[[models]]\npath = "{MODEL}"\ncalibration = "{TEXT}"\n'
-        f'evaluate = {{ text = "{TEXT}" }}\n'
+        f'[[models]]\npath = "{SMALL}"\ncalibration = "{STORIES}"\n'
+        f'evaluate = {{ text = "{STORIES}" }}\n'
     )
     rows = {}
     for name, where in (("here", {}), ("there", {"executor": "ray"})):
