@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         difference = agreement(work, chosen.device)
-        moved = moving(work, chosen.device, chosen.scale / 4)
+        moved = moving(work, chosen.device, chosen.scale / 4, 2 * chosen.samples)
         print(
             f"largest difference to the CPU in float64: {difference:.2g} of the largest weight; "
             f"of a second run {moved['again']:.2g}, with states on the host "
@@ -124,12 +124,12 @@ def agreement(work: Path, device: str) -> float:
     return difference(*outs)
 
 
-def moving(work: Path, device: str, scale: float) -> dict[str, float]:
+def moving(work: Path, device: str, scale: float, samples: int) -> dict[str, float]:
     """Return how far a second run is from the first, with hidden states where they were, and with
     hidden states on the host, copied from there and back: closed forms, and trained blocks with and
     without propagation.
     """
-    samples, length = 256, max(32, round(4096 * scale))
+    length = max(32, round(4096 * scale))
     dense, tokens = made(work, scale, samples, length, torch.bfloat16)
     brief: dict[str, Any] = {"reconstruct": 1, "prediction_passes": 0}
     beside = brief | {"propagate": False}

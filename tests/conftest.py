@@ -25,6 +25,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import tiny_models as tm
+from coec import ending
+from coec.cli.signals import END_SIGNALS
 from places import SHARED
 
 TESTS = Path(__file__).resolve().parent
@@ -136,6 +138,16 @@ def run(monkeypatch, capsys):
         return status, shown.out, shown.err
 
     return call
+
+
+@pytest.fixture
+def handlers():
+    """What is done at signals is afterwards as it was."""
+    before = {number: signal.getsignal(number) for number in END_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    ending.begin()
 
 
 @pytest.fixture(scope="session")

@@ -228,7 +228,7 @@ def test_two_blocks_of_large_widths_are_rehearsed_on_a_cpu(tmp_path, monkeypatch
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     two_blocks.main([
         "--presets", "fast", "--samples", "16", "--seq-len", "64", "--scale", "0.0625",
-        "--device", "cpu",
+        "--device", "cpu", "--minutes", "60",
     ])  # fmt: skip
     found = json.loads((tmp_path / "two_blocks.json").read_text())
     assert found["difference"] == 0

@@ -1,8 +1,8 @@
 """The command as users type it."""
 
+import contextlib
 import inspect
 import json
-import os
 import re
 import shutil
 import signal
@@ -17,13 +17,14 @@ import tiny_models as tm
 from coec import devices
 from coec.cli.commands import app
 from coec.cli.common import measuring, named
+from coec.cli.signals import END_SIGNALS
 from coec.compensation import COMPENSATIONS
 from coec.evaluation.geometry import RANKS
 from coec.evaluation.perplexity import EVALUATION_SEQ_LEN
 from coec.models.architectures import ARCHITECTURES
 from coec.selection import SELECTIONS
 from coec.settings.recovery import KNOWN_GAIN
-from outcomes import WORK, check_refused, raising, succeeded
+from outcomes import WORK, check_refused, raising, signalled, succeeded
 
 WINDOWS = ("--samples", 24, "--seq-len", 32)
 NONE = ("--preset", "paper", "--compensation", "none")
@@ -315,27 +316,27 @@ def test_an_interrupted_run_says_that_nothing_was_written(prune, monkeypatch, tm
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGINT, *END_SIGNALS])
 def test_a_signal_ends_a_run_whatever_code_in_c_makes_of_it(number, prune, monkeypatch, tmp_path):
-    """Tensors are read by code in C that raises a ValueError in the place of what a handler did."""
-
-    def spoiled(*arguments, **options):
-        try:
-            os.kill(os.getpid(), number)
-        except BaseException:
-            raise ValueError("could not determine the shape") from None
-
-    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
-    monkeypatch.setattr("coec.pipeline.prune.solve_block", spoiled)
-    try:
-        status, out, err = prune("--preset", "paper")
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+    monkeypatch.setattr("coec.pipeline.prune.solve_block", signalled(number))
+    status, out, err = prune("--preset", "paper")
     assert (status, out) == (128 + number, "")
     assert err.rstrip().endswith("coec: interrupted; nothing half-written is left")
     assert not list(tmp_path.iterdir())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("handlers")
+def test_what_is_finished_all_the_same_is_no_failure(run, monkeypatch):
+    """An error that took a signal's place was passed over."""
+
+    def passed_over():
+        with contextlib.suppress(ValueError):
+            signalled(signal.SIGTERM)()
+
+    monkeypatch.setattr("coec.cli.methods.show", lambda *shown: passed_over())
+    assert run("methods")[0] == 0
 
 
 @pytest.mark.parametrize("command", ["prune", "collect", "compensate"])

@@ -9,14 +9,6 @@ from coec.cli.signals import END_SIGNALS, end_tidily
 from coec.execution.journal import journal
 
 
-@pytest.fixture
-def handlers():
-    before = {number: signal.getsignal(number) for number in END_SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", END_SIGNALS)
 def test_a_signal_that_ends_the_program_leaves_nothing(number, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 import coec
 import tiny_models as tm
 from coec.distributed.cluster import RETRIES, LostError
+from coec.distributed.ray_group import RayGroup
+from coec.distributed.workers import WorkerPool
 from coec.errors import CoecError
 from coec.pipeline import reconstruct as reconstruction
 from coec.streaming.passes import DensePass
@@ -53,6 +56,69 @@ class Several(WorkerGroup):
     def bring_to(self, index, finished):
         for member in self._members:
             member.bring_to(index, finished)
+
+
+class LateRay:
+    """What `RayGroup` asks of Ray, in this process; calls that were given up come late.
+
+    A node is lost when a block is solved for the second time. What was asked of the worker for that
+    block comes once more behind its next `rewind`, as Ray lets calls of another process come.
+    """
+
+    def __init__(self):
+        self.ray, self.threads = self, torch.get_num_threads()
+        self.exceptions = SimpleNamespace(ActorUnavailableError=LostError)
+        self._calls, self._late, self._solved = [], [], 0
+        self.refused = 0
+
+    def remote(self, **resources):
+        return lambda kind: SimpleNamespace(remote=lambda: self._actor(kind()))
+
+    def _actor(self, worker):
+        def call(*told):
+            self._calls.append(told)
+            return worker.call(*told)
+
+        def rewind(*told):
+            index = worker.rewind(*told)
+            for late in self._late:
+                with pytest.raises(LostError):
+                    worker.call(*late)
+                self.refused += 1
+            self._late = []
+            return index
+
+        return SimpleNamespace(
+            call=SimpleNamespace(remote=call), rewind=SimpleNamespace(remote=rewind),
+            host=SimpleNamespace(remote=worker.host),
+        )  # fmt: skip
+
+    def submit(self, device, share, work, **options):
+        self._calls, self._solved = [], self._solved + 1
+        solved = work(), "host"
+        if self._solved == 2:
+            self._late = list(self._calls)
+            return LostError("a node")
+        return solved
+
+    def get(self, reference):
+        if isinstance(reference, LostError):
+            raise reference
+        return reference
+
+    def put(self, value):
+        return value
+
+    def wait(self, references, timeout):
+        return references, []
+
+    def resources(self, device, share):
+        return {}
+
+    def kill(self, worker):
+        pass
+
+    translated = contextlib.nullcontext
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +180,21 @@ def test_a_place_that_is_lost_anywhere_is_made_up_for(name, made, place, tmp_pat
     lost = Lost(name)
     pruned(place, tmp_path / "out", monkeypatch, 2, lost, made)
     assert lost.asked.count(name) >= 2
+    assert tm.same_weights(tmp_path / "out", place / made)
+
+
+@pytest.mark.parametrize("made", ["uniform", "beside"])
+def test_calls_for_a_block_that_was_given_up_change_nothing(made, place, tmp_path, monkeypatch):
+    cluster = LateRay()
+
+    @contextlib.contextmanager
+    def worker_group(source, run):
+        yield RayGroup(cluster, source.windows_of_text(), 1, source._dense, run)
+
+    monkeypatch.setattr(WorkerPool, "end_if_crowded", lambda self: None)
+    monkeypatch.setattr(DensePass, "worker_group", worker_group)
+    coec.prune(place / "model", tmp_path / "out", calibration=place / "tokens.npy", **MADE[made])
+    assert cluster.refused > 3
     assert tm.same_weights(tmp_path / "out", place / made)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from coec.experiments.grid import expand
 from coec.experiments.reporting.report import write_report
 from coec.experiments.sweep import sweep
 from coec.settings import Calibration
-from outcomes import check_refused, raising, succeeded
+from outcomes import check_refused, raising, signalled, succeeded
 from problems import failing
 
 GRID = """
@@ -396,6 +397,20 @@ def test_the_command_interrupted_says_what_is_there(place, monkeypatch, tmp_path
     status, _, err = run("sweep", place / "grid.toml", tmp_path / "out")
     assert (status, len(Store(tmp_path / "out").rows)) == (130, 1)
     assert f"finished cells are in {tmp_path / 'out'}; the same command goes on" in err
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(
+    ("owner", "name", "rows"), [(cell_module, "_measured", 0), (module, "collect", 1)]
+)
+def test_a_signal_ends_it_whatever_code_in_c_makes_of_it(
+    owner, name, rows, place, monkeypatch, tmp_path, run
+):
+    """The error that takes the signal's place is no failure of a cell."""
+    monkeypatch.setattr(owner, name, signalled(signal.SIGTERM))
+    status, _, err = run("sweep", place / "grid.toml", tmp_path / "out")
+    assert (status, len(Store(tmp_path / "out").rows)) == (128 + signal.SIGTERM, rows)
+    assert "interrupted" in err
 
 
 @pytest.mark.parametrize(

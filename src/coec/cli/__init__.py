@@ -2,8 +2,8 @@
 
 Results go to stdout, everything else to stderr. Exit status 0; 1 for an error the user can mend;
 2 for wrong usage; 130 after Ctrl-C. Commands import what they need only when they run: help is
-there at once. This module imports nothing but the standard library, so
-that an interrupt during any other import is caught here.
+there at once. This module imports nothing beyond the standard library, so that an interrupt during
+any other import is caught here.
 """
 
 import io
@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 
+from coec import ending
 from coec.cli import signals
 
 _ENDED = tuple(128 + number for number in signals.END_SIGNALS)
@@ -30,7 +31,7 @@ def main() -> None:
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         _say_ended(error)
-        _leave(signals.INTERRUPTED)
+        _leave(ending.INTERRUPTED)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _leave(1)
     except OSError as error:
@@ -61,13 +62,15 @@ def _run() -> None:
 
 
 def _end_by_signal(error: BaseException) -> None:
-    """Raise the exit of the signal that came, if one has, whatever took the place of its own.
+    """Raise the exit of the signal that came, if one has, whatever arrives in its place.
 
-    Ray puts an exit there, and code in C may make any error of it: safetensors a ValueError.
+    What was finished all the same is no failure.
     """
-    asked = error.code if isinstance(error, SystemExit) else None
-    status = signals.status_of_signal() or asked
-    if status == signals.INTERRUPTED:
+    asked = error.code if isinstance(error, SystemExit) else ending.status()
+    if not asked:
+        return
+    status = ending.status() or asked
+    if status == ending.INTERRUPTED:
         raise KeyboardInterrupt from error
     if status in _ENDED:
         _say_ended(error)

@@ -5,12 +5,10 @@ import signal
 import threading
 from types import FrameType
 
+from coec import ending
+
 END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells and typer have it."""
 STOPPED = "interrupted; nothing half-written is left"
-_statuses: list[int] = []
-"""Exit status of the signal that came, once one has."""
 
 
 def end_tidily() -> None:
@@ -20,7 +18,7 @@ def end_tidily() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    _statuses.clear()
+    ending.begin()
     for number in END_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _unwind)
@@ -29,21 +27,11 @@ def end_tidily() -> None:
 def _unwind(number: int, frame: FrameType | None) -> None:
     for ignored in END_SIGNALS:
         signal.signal(ignored, _unheard)
-    _statuses.append(128 + number)
-    raise SystemExit(128 + number)
+    ending.end_with(128 + number)
 
 
 def _unheard(number: int, frame: FrameType | None) -> None:
     """Keep a second signal from disturbing the tidying up. Ignored, it might be printed about."""
-
-
-def status_of_signal() -> int | None:
-    """Exit status of the signal that ends the program; None where none has come.
-
-    What a handler raises may arrive as something else: Ray raises a SystemExit of its own in its
-    place, and code in C any error.
-    """
-    return next(iter(_statuses), None)
 
 
 def end_at_once() -> None:
@@ -63,16 +51,16 @@ def interruptible() -> None:
 
 
 def as_before() -> None:
-    """Leave Ctrl-C to Python again, where it is ours."""
+    """Leave Ctrl-C to Python again, where it is ours, and forget a signal that came."""
+    ending.begin()
     if signal.getsignal(signal.SIGINT) in (_exit, _interrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
     os.write(2, f"coec: {STOPPED}\n".encode())
-    os._exit(INTERRUPTED)
+    os._exit(ending.INTERRUPTED)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    _statuses.append(INTERRUPTED)
-    raise KeyboardInterrupt
+    ending.end_with(ending.INTERRUPTED)

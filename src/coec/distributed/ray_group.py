@@ -39,6 +39,7 @@ class RayGroup(WorkerGroup):
         self._windows, self._dense = cluster.ray.put(windows), cluster.ray.put(dense)
         self._run, self._device = cluster.ray.put(run), run.device
         self._tokens = run.tokens_per_batch
+        self._attempt = 0
         self._begin(workers)
 
     def _begin(self, workers: int) -> None:
@@ -64,8 +65,11 @@ class RayGroup(WorkerGroup):
     ) -> Iterable[Any]:
         # Put once, read by all workers: it does not travel once for each.
         arguments = self._cluster.ray.put((to_cpu(tuple(args)), to_cpu(dict(kwargs))))
-        references = [worker.call.remote(method, arguments) for worker in self._pool.workers]
+        references = [self._call(worker, method, arguments) for worker in self._pool.workers]
         return map(self._cluster.get, references)
+
+    def _call(self, worker: Any, method: Callable[..., Any], arguments: Any) -> Any:
+        return worker.call.remote(self._attempt, method, arguments)
 
     def solve(self, work: Callable[[], Value]) -> tuple[Value, str | None]:
         # Not done again by Ray: the workers have to stand before the block first.
@@ -80,6 +84,7 @@ class RayGroup(WorkerGroup):
         return result
 
     def bring_to(self, index: int, finished: Finished) -> None:
+        self._attempt += 1
         numbers = range(len(self._pool.workers))
         # Where every worker stands → blocks that the hindmost have not passed yet
         answers = [self._rewind(n, index) for n in numbers]
@@ -88,11 +93,12 @@ class RayGroup(WorkerGroup):
             behind = [self._pool.workers[n] for n in numbers if before[n] <= passed]
             tensors = dict(tensors_of(finished, passed))
             arguments = self._cluster.ray.put(((passed, tensors), {}))
-            for reference in [w.call.remote(TwoStreams.advance, arguments) for w in behind]:
+            for reference in [self._call(w, TwoStreams.advance, arguments) for w in behind]:
                 self._cluster.get(reference)
 
     def _rewind(self, number: int, limit: int) -> Any:
-        return self._pool.workers[number].rewind.remote(*self._arguments[number], limit)
+        told = *self._arguments[number], limit, self._attempt
+        return self._pool.workers[number].rewind.remote(*told)
 
     def _awaited(self, number: int, limit: int, answer: Any) -> int:
         """Return the block before which a worker stands, which may be about to begin anew."""

@@ -44,6 +44,7 @@ class WindowWorker:
     def __init__(self) -> None:
         self._stream: SummingStream | None = None
         self._streams: TwoStreams | None = None
+        self._attempt = 0
 
     def add(
         self,
@@ -69,20 +70,39 @@ class WindowWorker:
         return self._stream.add(*block, sums)
 
     def rewind(
-        self, dense: Dense, run: Run, shard: Shard, device: torch.device, threads: int, limit: int
+        self,
+        dense: Dense,
+        run: Run,
+        shard: Shard,
+        device: torch.device,
+        threads: int,
+        limit: int,
+        attempt: int,
     ) -> int:
-        """Return the index of the block before which both models stand, at most `limit`."""
+        """Return the index of the block before which both models stand, at most `limit`.
+
+        From now on calls of this attempt are answered, and of no other.
+        """
+        self._attempt = attempt
         if self._streams is None:
             begin_process(threads)
             self._streams = streams_of(run, dense, shard, device)
         return self._streams.rewind(limit)
 
     def call(
-        self, method: Callable[..., Any], arguments: tuple[Sequence[Any], Mapping[str, Any]]
+        self,
+        attempt: int,
+        method: Callable[..., Any],
+        arguments: tuple[Sequence[Any], Mapping[str, Any]],
     ) -> list[Any] | None:
-        """Return what a method of `TwoStreams` yields, on the CPU; LostError in a new process."""
-        if self._streams is None:
-            raise LostError("a process was begun anew")
+        """Return what a method of `TwoStreams` yields, on the CPU.
+
+        Raises:
+            LostError: in a new process, and for a block that has been given up: its calls may come
+                behind the `rewind`, since Ray keeps the order of one caller's alone.
+        """
+        if self._streams is None or attempt != self._attempt:
+            raise LostError("a block or a process was begun anew")
         args, kwargs = arguments
         values = method(self._streams, *args, **kwargs)
         # A comprehension would keep each value while the next is made.

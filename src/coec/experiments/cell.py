@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from coec import ending
 from coec.calibration.tokens import load_tokenizer
 from coec.calibration.windows import Windows, source_digest
 from coec.devices import choose_device, environment, peak, reset_peak
@@ -226,6 +227,7 @@ def run(job: CellJob) -> Row:
         _check_finite(measured)
         row = row.changed(**json.loads(json.dumps(measured)))
     except Exception as error:  # libraries raise what they like, and the other cells go on
+        ending.check()
         row = row.changed(status="failed", error=reason(error))
     finally:
         if not job.keep:

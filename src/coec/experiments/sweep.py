@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coec import ending
 from coec.calibration.windows import source_digest
 from coec.devices import choose_device
 from coec.distributed.cluster import ClusterJobs, joined, shared_folder
@@ -261,6 +262,7 @@ def _prepare(
                 "another folder"
             )
     except Exception as error:  # as in `cell.run`: out of memory, a full disk, a library's own
+        ending.check()
         return SharedPass(error=reason(error))
     used = statistics.folder.absolute() if statistics else None
     return SharedPass(used, time.perf_counter() - began)
