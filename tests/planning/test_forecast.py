@@ -9,16 +9,19 @@ import torch
 import coec
 import tiny_models as tm
 from benchmarks.scale import MODELS
+from coec.calibration.windows import validation_count
 from coec.devices import FreeMemory
 from coec.errors import OptionError
 from coec.execution.output import check_space
 from coec.models.description import Description
 from coec.pipeline.write import space_needed
 from coec.planning import ComputeConfig, Forecast, Plan
-from coec.planning.memory import disk, needed_beside
+from coec.planning.memory import disk, needed_beside, purposes_of
 from coec.planning.recipe import Recipe
 from coec.planning.run import check_room, close_fits, within
 from coec.reconstruction import block_training
+from coec.streaming.layers import tokens_per_batch
+from coec.streaming.two_streams import shards
 from paper_models import LLAMA_8B
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -251,6 +254,25 @@ def test_states_without_a_block_wait_on_the_host(tmp_path):
     choosing = {phase.name: phase for phase in Forecast.of(plan, how).phases}["choosing blocks"]
     assert "states without a block" in choosing.host
     assert "states without a block" not in choosing.device
+
+
+@pytest.mark.parametrize("text", [{"samples": 100, "seq_len": 512}, {"samples": 40}])
+def test_pinned_pages_are_those_of_the_batches_that_wait(text):
+    """Torch takes pinned memory in powers of two."""
+    plan = Plan.of(
+        Description.of(LLAMA_8B),
+        Recipe(preset="balanced", calibration="self", solve_dtype="float64", **text),
+    )
+    states = purposes_of(plan, ComputeConfig.of(plan, CUDA))["hidden states"]
+    calibration = plan.recipe.calibration
+    ids = torch.zeros(calibration.samples, plan.seq_len)
+    held = validation_count(calibration.samples, calibration.validation)
+    [shard] = shards(ids[held:], ids[:held], tokens=tokens_per_batch(CUDA, plan.dense.hidden))
+    waiting = [
+        1 << (2 * plan.dense.hidden * batch.ids.numel() - 1).bit_length()
+        for by_part in shard.values() for batches in by_part for batch in batches
+    ]  # fmt: skip
+    assert states == pytest.approx(3 * sum(waiting), rel=0.1)
 
 
 def test_states_wait_on_a_gpu_that_has_room_for_them(folder):

@@ -167,7 +167,8 @@ def test_few_batches_are_on_the_device_at_once(sources, part, gpu, layers):
         for batch in zip(*(layers.arriving(s.values()) for s in states), strict=True):
             for state in batch:
                 gpu.made(state)
-    assert State.most <= 5 * (AHEAD + 1)
+    # Whose work may be going on, the next, one that Python has not let go, and what came of each
+    assert State.most <= 2 * (AHEAD + 3) - (sources < 2)
 
 
 def test_states_that_nobody_waits_for_are_not_there_yet(gpu):

@@ -1,6 +1,5 @@
 """Device and dtypes of a run, and the memory and disk that it takes (docs/FORMATS.md)."""
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from coec.allocation.widths import parameters_inside
 from coec.calibration.sources import Documents, mixture
 from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
+from coec.calibration.windows import validation_count
 from coec.devices import (
     DTYPES,
     choose_forward_dtype,
@@ -131,9 +131,19 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
     per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
     at_once = tokens_per_batch(torch.device(compute.device), plan.dense.hidden)
     batch = min(batch_size(plan.seq_len, at_once) * plan.seq_len, tokens)
-    # Beside a GPU states wait in pages that torch takes in powers of two.
     copied = compute.device != "cpu"
-    waiting = 2 ** math.ceil(math.log2(batch * state)) // batch if copied else state
+
+    def waiting(tokens_at_once: int) -> float:
+        """Return bytes of a token's state, in a batch of so many, that waits on the host."""
+        # Beside a GPU that is in pages which torch takes in powers of two.
+        return (
+            (1 << (tokens_at_once * state - 1).bit_length()) / tokens_at_once if copied else state
+        )
+
+    held = validation_count(recipe.calibration.samples, recipe.calibration.validation)
+    fitted = recipe.calibration.samples - held if settings.sequential else None
+    of_streams = min(batch_size(plan.seq_len, at_once, fitted) * plan.seq_len, tokens)
+    tried = tried_tokens(plan)
     logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
     sampled = min(compute.at_once, recipe.calibration.samples) * sampled_window(plan, compute)
     sizes = {
@@ -141,10 +151,16 @@ def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict
         "text": _text(plan),
         "block's weights": max(models * block, embedding)
         * (stored + forward if compute.device == "cpu" else forward),
-        "hidden states": _streams(plan) * tokens * (state if compute.states_on_device else waiting),
-        "states of allocation": _tokens_of_allocation(plan) * waiting,
-        "copies": 2 * (AHEAD + 2) * batch * state if copied else 0,
-        "states without a block": plan.dense.layers * tried_tokens(plan) * state,
+        "hidden states": int(
+            _streams(plan) * tokens * (state if compute.states_on_device else waiting(of_streams))
+        ),
+        "states of allocation": int(
+            tokens * waiting(batch)
+            + _sets_of_allocation(plan) * tried * waiting(min(step_tokens(plan.seq_len), tried))
+        ),
+        # A pass has one more on its way up, and what the last made of it.
+        "copies": (2 * AHEAD + 5) * batch * state if copied else 0,
+        "states without a block": int(plan.dense.layers * tried * waiting(tried)),
         "consumers": _pruned_consumers(plan) * forward,
         "forward pass": batch * per_token,
         "statistics": sums * _grams(plan, layout.sites) + 8 * widest**2,
@@ -209,12 +225,11 @@ def _streams(plan: Plan) -> int:
     return 3 if plan.recipe.reconstruction.sequential else 1
 
 
-def _tokens_of_allocation(plan: Plan) -> int:
-    """Number of tokens whose hidden states wait while widths are decided, for every model again."""
+def _sets_of_allocation(plan: Plan) -> int:
+    """Number of sets of hidden states of the tokens that widths by error are decided on."""
     if not plan.recipe.allocation.runs_models:
-        return plan.tokens
-    sets = 3 + 2 * plan.dense.layers  # three models', and those of two before every block
-    return plan.tokens + sets * tried_tokens(plan)
+        return 0
+    return 3 + 2 * plan.dense.layers  # three models', and those of two before every block
 
 
 def _pruned_consumers(plan: Plan) -> int:

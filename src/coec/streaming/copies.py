@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 AHEAD = 2
-"""Tensors whose work may still be going on when the next is copied: its memory is not free yet."""
+"""Tensors, of all sources together, whose work may be going on when the next is copied."""
 
 
 class Copies:

@@ -38,7 +38,7 @@ def tokens_per_batch(device: torch.device, hidden: int) -> int:
     """Return how many tokens are run at once, of a hidden size."""
     if device.type == "cpu":
         return TOKENS_PER_BATCH
-    return min(max(1, NUMBERS_PER_BATCH // hidden), 8 * TOKENS_PER_BATCH)
+    return min(NUMBERS_PER_BATCH // hidden, 8 * TOKENS_PER_BATCH)
 
 
 def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
@@ -110,7 +110,9 @@ class Layers:
         states = []
         for batch in batches:
             state, self._calls[len(batch)] = self._record(batch)
-            states.append(state)
+            states.append(self._at_home(state))
+            if self._copies:
+                self._copies.end()  # the host would run ahead of the copies otherwise
         base.embed_tokens.to("meta")
         return states
 
@@ -125,7 +127,7 @@ class Layers:
             )
             out = self._base(input_ids=batch.to(self._device), use_cache=False).last_hidden_state
             if out.shape[:-1] == batch.shape:
-                return out.to(self._home), calls
+                return out, calls
         raise ModelError("the decoder layers of this transformers release are called in a new way")
 
     def load(
@@ -187,11 +189,15 @@ class Layers:
         arriving = self.arriving(states.pop(number) for number in numbers)
         for number, state in zip(numbers, arriving, strict=True):
             out = self.call(module, index, state)
-            behind[number] = self._copies.to_host(out) if self._copies else out.to(self._home)
+            behind[number] = self._at_home(out)
             progress()
         if self._copies:
             self._copies.end()
         return behind
+
+    def _at_home(self, state: State) -> State:
+        """Return a batch where hidden states wait, which a GPU's copies reach when they `end`."""
+        return self._copies.to_host(state) if self._copies else state.to(self._home)
 
     def arriving(self, states: Iterable[State]) -> Iterator[State]:
         """Yield hidden states on the device that computes, wherever they wait."""
