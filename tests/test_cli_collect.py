@@ -20,6 +20,10 @@ def test_one_collection_serves_many_prunings(dense, tokens, run, tmp_path):
         out, _ = succeeded(run("prune", dense, saved, "--statistics", stats, *given))
         assert json.loads(out)["recipe"]["samples"] == 12
         assert tm.same_weights(direct, saved)
+    out, _ = succeeded(run("prune", dense, tmp_path / "fast", "--statistics", stats, "--preset",
+                           "fast"))  # fmt: skip
+    assert "nearer to the dense model" not in out  # what trains needs the text
+    assert "other kinds of text" not in out
     for how in ((tmp_path / "out",), ("--dry-run",)):
         status, _, err = run("prune", dense, *how, "--statistics", stats, "--samples", 9)
         assert status == 1

@@ -367,7 +367,9 @@ def test_errors_do_not_propagate_through_parts_that_cannot_be_told_apart(variant
     assert note.endswith(f"add {ARCHITECTURES[tm.VARIANTS[variant]['model_type']].adds}")
     assert plan.recipe.reconstruction.reconstruct
     for asked in ({"preset": "best"}, {"preset": "balanced", "propagate": True}):
-        with pytest.raises(OptionError, match=r"propagate needs blocks that .*propagate = false;"):
+        with pytest.raises(
+            OptionError, match=r"propagate needs blocks that .*: set propagate = false"
+        ):
             coec.plan(models[variant], **settings | asked)
     given = {"preset": "best", "propagate": False}
     assert coec.plan(models[variant], **settings | given).recipe.reconstruction.reconstruct

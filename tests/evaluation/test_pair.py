@@ -42,6 +42,10 @@ def test_the_report_names_the_dense_model(dense, pruned, monkeypatch):
         (pruned / "coec.json").write_text(json.dumps(report | {"model": name}))
         with pytest.raises(ModelError, match=f"was made from '{name}', which is no folder here or"):
             ModelPair.open(None, pruned)
+    twin = shutil.copytree(pruned, pruned.parent / "twins" / "model")  # of the dense one's name
+    (twin / "coec.json").write_text(json.dumps(report))
+    with pytest.raises(ModelError, match="was made from 'model', which is no folder here or bes"):
+        ModelPair.open(None, twin)
     monkeypatch.chdir(dense.parent)
     (pruned / "coec.json").write_text(json.dumps(report | {"model": dense.name}))
     assert ModelPair.open(None, pruned).dense.shape.ffn == 40

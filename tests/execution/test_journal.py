@@ -9,7 +9,7 @@ import pytest
 from coec.errors import ModelError, NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
 from coec.execution import journal as module
-from coec.execution.journal import encode_line, journal, unfinished
+from coec.execution.journal import describe_differences, encode_line, journal, unfinished
 from coec.execution.output import JOURNAL, LOCK, NEW, WORK
 from outcomes import raising
 
@@ -129,6 +129,11 @@ def test_a_run_that_was_asked_for_something_else_is_named(changes, said, out, tm
         done.complete()
     assert listing(tmp_path) == []
     assert out.is_dir()
+
+
+def test_a_setting_of_two_stages_is_named_once():
+    before, after = ({"pruning": {"seed": str(n)}, "recovery": {"seed": n}} for n in (0, 3))
+    assert describe_differences(before, after) == "seed was 0, now 3"
 
 
 def test_a_run_without_pieces_hinders_no_other(tmp_path):

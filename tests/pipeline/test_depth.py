@@ -262,6 +262,18 @@ def test_what_cannot_be_is_refused(name, tokens, tmp_path):
         coec.prune(model, tmp_path / "out", **{"calibration": tokens, "preset": "fast"} | changes)
 
 
+def test_a_family_whose_blocks_do_not_propagate_is_told_to_train(tokens, tmp_path):
+    model = deep("exaone4", tmp_path / "dense")
+    settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "drop_blocks": 1}
+    with pytest.raises(
+        OptionError, match=r"exaone4 .*: set reconstruct \(preset = balanced does\)"
+    ):
+        coec.plan(model, preset="fast", **settings)
+    stats = coec.collect(model, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
+    with pytest.raises(OptionError, match="change that, or leave drop_blocks out"):
+        coec.plan(model, preset="fast", drop_blocks=1, statistics=stats)
+
+
 def test_a_model_of_fewer_blocks_is_compared_trained_and_exported(tokens, tmp_path):
     model = deep("llama", tmp_path / "dense")
     settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}

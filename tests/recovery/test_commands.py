@@ -76,9 +76,11 @@ def test_moments_of_a_byte_need_a_package(run, dense, pruned, tokens, tmp_path):
 
 def test_the_command_says_when_nothing_was_gained(run, dense, pruned, tokens, tmp_path):
     more = ("--text", tokens, *FLAGS, "--learning-rate", 1)
-    status, out, _ = run("recover", dense, pruned, tmp_path / "out", *more)
+    status, out, err = run("recover", dense, pruned, tmp_path / "out", *more)
     assert status == 0
     assert "no state was better on 3 validation windows" in out
+    assert "note: the training diverged (at step 2 KL" in err
+    assert "more text gives more" not in out  # which was long enough
 
 
 def test_a_dry_run_shows_the_ways_and_writes_nothing(run, dense, pruned, tokens, tmp_path):

@@ -43,8 +43,9 @@ def _lines(statistics: "Statistics", model: str) -> Iterator[str]:
     calibration = statistics.calibration
     size = sum(path.stat().st_size for path in statistics.folder.iterdir())
     yield f"wrote {statistics.folder} ({size / 1e9:.2f} GB)"
+    windows = calibration["windows"]
     yield (
-        f"{calibration['windows']} windows of {calibration['seq_len']} tokens from "
+        f"{windows} window{'s' * (windows != 1)} of {calibration['seq_len']} tokens from "
         f"{calibration['source']}"
     )
     yield from text_notes(calibration)

@@ -9,14 +9,15 @@ import json
 import re
 import shlex
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console
 
-from coec.events import duration
+from coec.events import duration, recording
 from coec.settings import NAMES, TABLE, Setting
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ TRUST_REMOTE_CODE = switch(
     "trust_remote_code",
     "Run the Python code that the tokenizer of MODEL, or of another model that is read, names: "
     "with all that it imports, a configuration's class, and code of other hub repositories. "
-    "Code that builds models is never run. Use it only for models that you trust.",
+    "Code that builds models is run by `eval --via transformers` alone. Use it only for models "
+    "that you trust.",
 )
 QUIET = switch("quiet", "No progress on stderr, neither bars nor lines.")
 JSON = switch("json", "One JSON object on stdout, nothing else.")
@@ -191,12 +193,25 @@ def rough(seconds: float) -> str:
     return f"about {duration(seconds)}" if seconds >= 120 else "about 1 min"
 
 
+@contextmanager
+def noting() -> Iterator[None]:
+    """Print as notes what is recorded inside, which no report holds."""
+    with recording() as events:
+        try:
+            yield
+        finally:
+            for event in events:
+                notes.print(f"note: {spelled(event)}")
+
+
 def quieten() -> None:
     """Keep transformers and the hub's client from writing beside the results.
 
-    What a later release will remove is for those who call it, peft or us, and not for users.
+    What a later release will remove is for those who call it, peft or us, and not for users. Nor is
+    what peft says of fused experts, whose parts get their additions under other names.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not")
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 

@@ -33,6 +33,7 @@ _BETTER: dict[str, PresetName] = {
 _WIDTHS = (
     ("mlp", "MLP channels", "per block"),
     ("experts", "expert channels", "per expert"),
+    ("shared", "shared channels", "per block"),
     ("whole_experts", "experts", "per block"),
     ("kv_groups", "KV groups", "per block"),
     ("query_heads", "query heads", "per block"),
@@ -124,12 +125,13 @@ def prune_command(
     with showing_progress(flags["quiet"]) as advance:
         running = {"progress": advance, **_handling(flags), **chosen}
         if tokens is None:
-            _show_report(pruning.prune(model, out, **running), flags["json"])
+            _show_report(pruning.prune(model, out, **running), flags)
             return
         from coec.cli.recover import recovery_lines
         from coec.recovery.recover import prune_and_recover
 
-        report = prune_and_recover(model, out, tokens, **running)
+        with common.noting():
+            report = prune_and_recover(model, out, tokens, **running)
     lines = itertools.chain(_lines(report), recovery_lines(report))
     common.show({"out": report.out, **report.as_dict()}, lines, flags["json"])
 
@@ -170,7 +172,7 @@ def compensate_command(
             report = compensating.compensate_pruned(
                 model, pruned, out, progress=advance, **chosen, **_handling(flags)
             )
-        _show_report(report, flags["json"])
+        _show_report(report, flags)
         return
     compensating.check_settings(chosen, pruned)
     Recipe(**chosen)  # before the weights are read
@@ -310,28 +312,32 @@ def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def _show_report(report: "Report", as_json: bool) -> None:
+def _show_report(report: "Report", flags: Mapping[str, Any]) -> None:
     """Print what a pruning did, and safeguards that fired on stderr."""
-    lines = itertools.chain(_lines(report), _next(report))
-    common.show({"out": report.out, **report.as_dict()}, lines, as_json)
-    for event, modules in report.events.items() if not as_json else ():
+    lines = itertools.chain(_lines(report), _next(report, text_read=not flags["statistics"]))
+    common.show({"out": report.out, **report.as_dict()}, lines, flags["json"])
+    for event, modules in report.events.items() if not flags["json"] else ():
         place = modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"
         common.notes.print(f"note: {place}: {event}")
 
 
-def _next(report: "Report") -> Iterator[str]:
-    """Yield a better preset, and the commands that measure the result, and train it on its text."""
+def _next(report: "Report", *, text_read: bool) -> Iterator[str]:
+    """Yield a better preset, and the commands that measure the result, and train it on its text.
+
+    Without the text, and in float16, no preset trains blocks.
+    """
     from coec.models.architectures import ARCHITECTURES
 
     preset = report.recipe.get("preset", "")
     untold = preset == "balanced" and ARCHITECTURES[report.plan["model_type"]].adds
-    if preset in _BETTER and not untold:
+    trains = text_read and report.recipe["forward_dtype"] != "float16"
+    if preset in _BETTER and trains and not untold:
         better = _BETTER[preset]
         times = settings.PRESETS[better].time / settings.PRESETS[preset].time
         yield f"nearer to the dense model: --preset {better}, in about {times:.2g} times the time"
     text = str(report.recipe["calibration"])
     model, out, trained = map(common.named, (report.model, report.out, f"{report.out}-trained"))
-    if "," not in text and text != "self":  # what one text decides: docs/lab/RESULTS.md
+    if text_read and "," not in text and text != "self":  # docs/lab/RESULTS.md: what one decides
         both = shlex.quote(f"{text},OTHER.txt")
         yield f"good on other kinds of text too: --calibration {both}, windows of each"
     yield common.measuring(report.model, report.out, text)
@@ -381,9 +387,15 @@ def _lines(report: "Report") -> Iterator[str]:
             f"{site + ' error':<16} {before:.4f} → {after:.4f} "
             "(relative output error on the calibration data, mean over blocks)"
         )
-        if any(row.get("holdout_after") is not None for row in report.sites if row["site"] == site):
+        rows = [row for row in report.sites if row["site"] == site]
+        fitted, validated = (
+            sum(row.get(key) is not None for row in rows)
+            for key in ("error_after", "holdout_after")
+        )
+        if validated:
             before, after = report.mean_errors(site, held_out=True)
-            yield f"{'  validation':<16} {before:.4f} → {after:.4f}"
+            few = f" (where tokens are few: {validated} of {fitted})" * (validated < fitted)
+            yield f"{'  validation':<16} {before:.4f} → {after:.4f}{few}"
     yield from _reconstruction(report)
     if plan["relabelled"]:
         yield f"stored as        {plan['output_model_type']} ({plan['relabelled']})"

@@ -54,7 +54,7 @@ def recover_command(
     handling = common.given(flags, ("force", "restart", "trust_remote_code"))
     # Under torchrun several processes train: the first one speaks.
     quiet = flags["quiet"] or not is_first()
-    with showing_progress(quiet) as advance:
+    with showing_progress(quiet) as advance, common.noting():
         report = recover(dense, pruned, out, progress=advance, **handling, **chosen)
     if is_first():
         record = {"out": report.out, **report.as_dict()}
@@ -63,13 +63,17 @@ def recover_command(
 
 def recovery_lines(report: "Report") -> Iterator[str]:
     """Yield lines on what a training gave."""
+    from coec.recovery.text import PASSES
+
     record = report.recoveries[-1]
     text, validation = record["text"], record["held_out"]
     weights = "all weights" if record["lora"] is None else f"additions of rank {record['lora']}"
+    passes = f"{record['passes']:.2g}"
     yield f"wrote {common.named(report.out)}"
     yield (
         f"trained          {weights} on {record['tokens']:,} tokens of {text['source']} "
-        f"({record['passes']:.2g} passes), learning rate {record['learning_rate']:.2g}"
+        f"({passes} {'pass' if passes == '1' else 'passes'}), "
+        f"learning rate {record['learning_rate']:.2g}"
     )
     windows = f"{validation['windows']} validation windows"
     divergence = f"KL to dense      {validation['before']:.4f}"
@@ -81,10 +85,12 @@ def recovery_lines(report: "Report") -> Iterator[str]:
             f"{divergence}: no state was better on {windows}, and the weights are those of the "
             "start; give more text, or a lower --learning-rate"
         )
-    if record["tokens"] < 0.9 * record["asked"]:
+    # Of a training that ended early, because it diverged, the text was long enough.
+    at_most = PASSES * (text["windows"] - validation["windows"]) * record["seq_len"]
+    if at_most < 0.9 * record["asked"]:
         yield (
             f"the text has {text['windows'] * record['seq_len']:,} tokens, which were read "
-            f"{record['passes']:.2g} times, and {record['asked']:,} were asked for: more text "
+            f"{passes} times, and {record['asked']:,} were asked for: more text "
             "gives more"
         )
     yield f"seconds          {record['seconds']:.1f}"

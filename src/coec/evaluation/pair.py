@@ -61,9 +61,10 @@ class Loaded:
         try:
             network: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
         except Exception as error:  # models and quantisers may raise anything
-            raise ModelError(
-                f"transformers does not load '{folder}': {first_line(error)}"
-            ) from error
+            reason = first_line(error)
+            if not trust_remote_code and "trust_remote_code" in str(error):
+                reason = "Python code of its own builds it: trust_remote_code=True runs that"
+            raise ModelError(f"transformers does not load '{folder}': {reason}") from error
         # Quantised weights stay in their dtypes, and where their loader has put them.
         if getattr(network, "hf_quantizer", None) is None:
             network = network.to(device, choose_forward_dtype(dtype, network.dtype, device))
@@ -199,7 +200,7 @@ def _dense_model(folder: Path, report: JsonDict) -> Path:
     """Find the dense model that the report names, here or beside the pruned one."""
     path = Path(str(report.get("model")))
     for place in (path, folder.absolute().parent / path):
-        if place.is_dir():
+        if place.is_dir() and not place.samefile(folder):
             return place
     raise ModelError(
         f"'{folder}' was made from '{path}', which is no folder here or beside it: "

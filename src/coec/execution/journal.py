@@ -321,13 +321,16 @@ def describe_differences(before: RunIdentity, after: RunIdentity) -> str:
         return "by another command"
     old, new = _flat(before), _flat(after)
     places = [place for place in {**new, **old} if old.get(place) != new.get(place)]
-    words = [
-        f"{place[-1]} was {_short(old.get(place))}, now {_short(new.get(place))}"
-        for place in places[:_SHOWN]
-    ]
-    if len(places) > _SHOWN:
-        words.append(f"and {len(places) - _SHOWN} more")
-    return ", ".join(words)
+    # A pruning and its training may share a setting, which one of them writes as text.
+    words = {
+        (place[-1], str(old.get(place)), str(new.get(place))): f"{place[-1]} was "
+        f"{_short(old.get(place))}, now {_short(new.get(place))}"
+        for place in places
+    }
+    shown = list(words.values())[:_SHOWN]
+    if len(words) > _SHOWN:
+        shown.append(f"and {len(words) - _SHOWN} more")
+    return ", ".join(shown)
 
 
 def _flat(identity: RunIdentity, *above: str) -> dict[tuple[str, ...], Any]:

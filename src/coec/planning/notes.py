@@ -141,7 +141,8 @@ def _widths(model: Description, recipe: Recipe, widths: Widths) -> Iterator[str]
                 f"nothing is removed at {site.kind}: multiple_of = {pruning.multiple_of} rounds "
                 f"up to all {site.units:,} {site.unit}s"
             )
-        elif site.value is None and not site.routed and len(counts) == 1:
+        # Shared experts go by the routed ones' multiple, which has a note of its own.
+        elif site.value is None and not site.as_experts and len(counts) == 1:
             yield from _rounding(model, pruning, site, usual, blocks)
     yield from costs
 

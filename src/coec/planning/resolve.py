@@ -147,8 +147,8 @@ def _check_model(recipe: Recipe, model: Description) -> None:
     if (addition := architecture.adds) and recipe.reconstruction.propagate:
         raise OptionError(
             "propagate needs blocks that add what attention and the MLP return, one after the "
-            f"other; those of {architecture.model_type} add {addition}: leave it out "
-            "(propagate = false; preset = balanced does)"
+            f"other; those of {architecture.model_type} add {addition}: set propagate = false, or "
+            "leave it out with preset = balanced"
         )
     if "context" in recipe.given and pruning.budget_memory is None:
         raise without_effect("context", "no budget_memory")
@@ -231,8 +231,11 @@ def _check_depth(recipe: Recipe, model: Description) -> None:
     settings = recipe.reconstruction
     if not (settings.propagate or settings.reconstruct):
         why = settings.left_out
+        adds = model.architecture.adds
         advice = "set propagate or reconstruct (preset = balanced does)"
-        if why and not model.architecture.adds:
+        if adds:
+            advice = "set reconstruct (preset = balanced does)"
+        if why and not (adds and adds in why):
             advice = "change that, or leave drop_blocks out"
         raise OptionError(
             "drop_blocks needs blocks that are solved on the states of the pruned model"
