@@ -58,6 +58,7 @@ def _run() -> None:
             _fail(spelled(str(error)), error)
         if isinstance(error, (MemoryError, RuntimeError)):
             _fail_without_memory(error)
+        sys.stdout.flush()  # while a failure can still be told
         raise
 
 
@@ -74,7 +75,7 @@ def _end_by_signal(error: BaseException) -> None:
         raise KeyboardInterrupt from error
     if status in _ENDED:
         _say_ended(error)
-        sys.stdout.flush()  # while a failure can still be told
+        sys.stdout.flush()
         raise SystemExit(status) from error
 
 
