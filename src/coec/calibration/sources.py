@@ -248,7 +248,7 @@ def _read_named(source: str, split: Split, column: str, limit: int, chat: Render
     title = {"wikitext2": "WikiText-2", "c4": "C4"}.get(source, f"'{source}'")
     offline = (
         f"{title} could not be loaded ({{}}). Offline, give a local file instead: "
-        "calibration=PATH to prune, text=PATH to evaluate or train; or self, to prune or train"
+        "calibration=PATH or calibration=self to prune, text=PATH to evaluate or train"
     )
     try:
         from datasets import load_dataset
