@@ -63,7 +63,10 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             moved = moving(work, chosen.device, chosen.scale / 4, 2 * chosen.samples)
             failed = moved["on the host"] > moved["again"]
-            print(", ".join(f"{run} {away:.2g}" for run, away in moved.items()))
+            print(
+                f"of a second run {moved['again']:.2g}, with states on the host "
+                f"{moved['on the host']:.2g}"
+            )
         except (CoecError, RuntimeError) as error:  # and the presets are measured all the same
             failed = True
             print(f"states on the host: failed: {error}")

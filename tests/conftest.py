@@ -147,7 +147,7 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    ending.begin()
+    ending.forget()
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ INTERRUPTED = 130
 _statuses: list[int] = []
 
 
-def begin() -> None:
-    """Forget what came before."""
+def forget() -> None:
+    """Forget a signal that came before."""
     _statuses.clear()
 
 

@@ -63,7 +63,7 @@ def recover_command(
 
 def recovery_lines(report: "Report") -> Iterator[str]:
     """Yield lines on what a training gave."""
-    from coec.recovery.text import PASSES
+    from coec.recovery.text import most_tokens
 
     record = report.recoveries[-1]
     text, validation = record["text"], record["held_out"]
@@ -86,8 +86,8 @@ def recovery_lines(report: "Report") -> Iterator[str]:
             "start; give more text, or a lower --learning-rate"
         )
     # Of a training that ended early, because it diverged, the text was long enough.
-    at_most = PASSES * (text["windows"] - validation["windows"]) * record["seq_len"]
-    if at_most < 0.9 * record["asked"]:
+    trained = text["windows"] - validation["windows"]
+    if most_tokens(trained, record["seq_len"]) < 0.9 * record["asked"]:
         yield (
             f"the text has {text['windows'] * record['seq_len']:,} tokens, which were read "
             f"{passes} times, and {record['asked']:,} were asked for: more text "

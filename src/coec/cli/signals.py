@@ -18,7 +18,7 @@ def end_tidily() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    ending.begin()
+    ending.forget()
     for number in END_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _unwind)
@@ -52,7 +52,7 @@ def interruptible() -> None:
 
 def as_before() -> None:
     """Leave Ctrl-C to Python again, where it is ours, and forget a signal that came."""
-    ending.begin()
+    ending.forget()
     if signal.getsignal(signal.SIGINT) in (_exit, _interrupt):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -49,7 +49,7 @@ def train(
     files = [] if teacher is not None else _prediction_files(job.partial, text)
     trained, validation = (Examples(text, rows, files) for rows in text.split())
     # Tokens and windows → steps → divergence of the start, which the rate depends on
-    read = min(tokens, texts.PASSES * len(trained) * job.seq_len)
+    read = min(tokens, texts.most_tokens(len(trained), job.seq_len))
     batch = job.recovery.windows_per_step(job.seq_len, read)
     schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes.count)
     resumed = pieces is not None and "start" in pieces

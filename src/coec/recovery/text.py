@@ -55,6 +55,11 @@ def windows_needed(tokens: int, seq_len: int) -> int:
     return trained + windows_for_validation(round(trained / (1 - _VALIDATION_SHARE)))
 
 
+def most_tokens(windows: int, seq_len: int) -> int:
+    """Return the number of tokens that a training reads of so many windows at most."""
+    return PASSES * windows * seq_len
+
+
 @dataclass(frozen=True)
 class WindowFile:
     """Windows in a file, some of them for validation.
