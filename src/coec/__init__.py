@@ -1,9 +1,7 @@
 """Training-free structured pruning of large language models.
 
-`prune` works on checkpoints, `compensate` on plain tensors, and `compensate_pruned` on what another
-program pruned; `recover` trains a pruned model a little. `plan` looks ahead, and `collect` keeps
-the statistics of a dense pass for many prunings; `export` writes what other programs read.
-`perplexity`, `zero_shot`, `geometry`, `speed` and `efficiency` measure.
+`prune` works on checkpoints, `compensate` on plain tensors; `recover` trains a pruned model a little.
+`plan` looks ahead, `perplexity` measures, and `export` writes what other programs read.
 """
 
 from importlib import import_module
@@ -13,72 +11,37 @@ from coec.errors import CoecError
 from coec.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from coec.checkpoint.report import Report
     from coec.compensation import Method, compensate
-    from coec.evaluation.efficiency import efficiency, speed
-    from coec.evaluation.geometry import geometry
+    from coec.config.recipe import Recipe
     from coec.evaluation.perplexity import perplexity
-    from coec.evaluation.zero_shot import zero_shot
     from coec.exporting.export import Export, export
-    from coec.pipeline.collect import collect
-    from coec.pipeline.compensate import compensate_pruned, infer_kept
-    from coec.pipeline.prune import plan, prune
-    from coec.pipeline.report import Report
-    from coec.planning import Plan
-    from coec.planning.recipe import Recipe
+    from coec.planning.plan import Plan
+    from coec.pruning import plan, prune
     from coec.recovery.recover import recover
-    from coec.streaming.statistics import Statistics
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
-__all__ = [
-    "CoecError",
-    "Export",
-    "Gram",
-    "KeptSet",
-    "Method",
-    "Plan",
-    "Recipe",
-    "Report",
-    "SiteProblem",
-    "SiteResult",
-    "Statistics",
-    "collect",
-    "compensate",
-    "compensate_pruned",
-    "efficiency",
-    "export",
-    "geometry",
-    "infer_kept",
-    "perplexity",
-    "plan",
-    "prune",
-    "recover",
-    "speed",
-    "zero_shot",
-]
-
 _MODULES = {
+    "coec.checkpoint.report": ("Report",),
     "coec.compensation": ("Method", "compensate"),
-    "coec.evaluation.efficiency": ("efficiency", "speed"),
-    "coec.evaluation.geometry": ("geometry",),
+    "coec.config.recipe": ("Recipe",),
     "coec.evaluation.perplexity": ("perplexity",),
-    "coec.evaluation.zero_shot": ("zero_shot",),
     "coec.exporting.export": ("Export", "export"),
-    "coec.pipeline.collect": ("collect",),
-    "coec.pipeline.compensate": ("compensate_pruned", "infer_kept"),
-    "coec.pipeline.prune": ("plan", "prune"),
-    "coec.pipeline.report": ("Report",),
-    "coec.planning": ("Plan",),
-    "coec.planning.recipe": ("Recipe",),
+    "coec.planning.plan": ("Plan",),
+    "coec.pruning": ("plan", "prune"),
     "coec.recovery.recover": ("recover",),
-    "coec.streaming.statistics": ("Statistics",),
     "coec.types": ("Gram", "KeptSet", "SiteProblem", "SiteResult"),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}
 """Modules of the names that are imported when they are used."""
+__all__ = [
+    "CoecError", "Export", "Gram", "KeptSet", "Method", "Plan", "Recipe", "Report", "SiteProblem",
+    "SiteResult", "compensate", "export", "perplexity", "plan", "prune", "recover",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch and transformers only when something that needs them is used."""
+    """Import torch and transformers only if something that needs them is used."""
     if name in _LAZY:
         value = getattr(import_module(_LAZY[name]), name)
         globals()[name] = value

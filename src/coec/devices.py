@@ -18,10 +18,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import OptionError, first_line
-from coec.settings.parts import DTYPE_NAMES
 from coec.version import __version__
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
+}
 
 USEFUL = 1 / 8
 """Lowest rate of float64 products, relative to float32, at which compensation is in float64.
@@ -36,6 +37,11 @@ _PARTS = 3
 _NO_LIMIT = 2**60
 """Bytes from which a control group's limit stands for no limit."""
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in configurations."""
+    return str(dtype).removeprefix("torch.")
 
 
 def stored_dtype(config: Mapping[str, object]) -> torch.dtype:
@@ -55,12 +61,6 @@ def choose_device(device: str) -> torch.device:
         reason = first_line(error)
         raise OptionError(f"device '{device}' cannot be used: {reason}") from error
     return chosen
-
-
-def at_hand(device: torch.device) -> torch.device:
-    """The device, or the CPU if only other machines of a cluster have such a device."""
-    available = device.type != "cuda" or torch.cuda.is_available()
-    return device if available else torch.device("cpu")
 
 
 def choose_forward_dtype(
@@ -125,6 +125,11 @@ def environment(device: str) -> dict[str, str]:
     }
 
 
+def versions() -> dict[str, str]:
+    """Return the versions that all machines of a run must share."""
+    return {"coec": __version__, "torch": torch.__version__}
+
+
 def computed_by(device: torch.device) -> dict[str, str]:
     """The environment that, like the settings, determines the bits of a result."""
     threads = {"threads": str(torch.get_num_threads())} if device.type == "cpu" else {}
@@ -146,8 +151,7 @@ class FreeMemory:
     @classmethod
     def of(cls, device: torch.device) -> "FreeMemory":
         """Read the free memory, within the limits of control groups and of this process."""
-        local = at_hand(device)
-        free = torch.cuda.mem_get_info(local)[0] if local.type == "cuda" else None
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         limits = (psutil.virtual_memory().available, _of_cgroup(), _of_process())
         return cls(free, min(limit for limit in limits if limit is not None))
 

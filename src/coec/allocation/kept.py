@@ -2,7 +2,7 @@
 
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from os.path import isdir
 from pathlib import Path
@@ -15,10 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coec.errors import OptionError
+from coec.errors import ModelError, OptionError
+from coec.models.dense import Dense
 from coec.models.files import JsonDict, parse_json
 from coec.models.folder import REPORT
-from coec.models.layout import Layout, Site
+from coec.models.layout import BlockLayout, Layout, Site
+from coec.models.matching import RawCheckpoint, SiteTensors, kept_units, match_rows
 from coec.types import KeptSet
 
 KEPT = "coec/kept.safetensors"
@@ -42,6 +44,7 @@ class KeptUnits:
         inferred_from: the digest of the checkpoint that they were inferred from; None where they
             were given.
         attention_units: what the report beside them says that attention lost; None where none is.
+        dropped: blocks that are left out.
     """
 
     source: str
@@ -49,6 +52,18 @@ class KeptUnits:
     units: Mapping[str, Int[Tensor, " k"]] = field(compare=False, repr=False)
     inferred_from: str | None = None
     attention_units: Literal["groups", "heads"] | None = None
+    dropped: tuple[int, ...] = ()
+
+    @classmethod
+    def named(cls, kept: Any, dense: Dense | str | Path | None = None) -> "KeptUnits | None":
+        """Return the units that the setting `kept` names; None if it names none.
+
+        A folder that another program pruned is matched with the dense model.
+        """
+        foreign = isinstance(kept, str) and isdir(kept) and not (Path(kept) / KEPT).exists()
+        if foreign and dense is not None:
+            return infer_kept(dense, kept)
+        return None if kept is None else cls.read(kept)
 
     @classmethod
     def of(
@@ -90,7 +105,7 @@ class KeptUnits:
 
     def covers(self, layout: Layout) -> bool:
         """Return whether every site of a model is named."""
-        return all(site.key in self.units for site in layout.sites)
+        return all(s.key in self.units or s.block in self.dropped for s in layout.sites)
 
     def check(self, layout: Layout) -> None:
         """Raises OptionError where they are of another model: sites or units that it lacks."""
@@ -163,10 +178,7 @@ def _content(path: Path) -> Mapping[str, Any]:
         return content
     except (FileNotFoundError, NotADirectoryError) as error:
         if folder:
-            raise OptionError(
-                f"no {KEPT} in '{path}': it is no folder that coec pruned; coec compensate infers "
-                "which units another program kept"
-            ) from error
+            raise OptionError(f"no {KEPT} in '{path}': it is no folder that coec pruned") from error
         raise OptionError(f"no kept units at '{path!s:.200}': {WANTED}") from error
     except (OSError, ValueError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -199,3 +211,94 @@ def _sorted(indices: Any, description: str) -> Int[Tensor, " k"]:
             "stays once"
         )
     return ordered
+
+
+def infer_kept(dense: str | Path | Dense, pruned: str | Path) -> KeptUnits:
+    """Return the units of a dense model that another program kept when it pruned it.
+
+    A unit is found by its rows in the producers, which the other program must have left as they
+    were; what it did to the consumers plays no part. It may have cut rows, or set them or the
+    columns that read them to zero; removed whole KV groups, query heads or blocks. One block is
+    read at a time.
+
+    Args:
+        dense: a folder with config.json and safetensors, or a hub name.
+        pruned: a folder whose tensors are named as those of the dense model.
+
+    Raises:
+        ModelError: a model cannot be read, or units are none of the dense model's.
+    """
+    dense, checkpoint = Dense.open(dense), RawCheckpoint.open(pruned)
+    numbers = _matched_blocks(dense, checkpoint)
+    checkpoint = checkpoint.renumbered(numbers)
+    dropped = tuple(sorted(set(range(dense.shape.layers)) - set(numbers.values())))
+    units: Literal["groups", "heads"] = "groups"
+    try:
+        kept = _matched_units(dense.counted_in("groups"), checkpoint, dropped)
+    except ModelError as error:
+        try:
+            kept, units = _matched_units(dense.counted_in("heads"), checkpoint, dropped), "heads"
+        except ModelError:
+            raise error from None
+    found = KeptUnits.of(kept, checkpoint.name, checkpoint.digest)
+    return replace(found, attention_units=units, dropped=dropped)
+
+
+def _matched_blocks(dense: Dense, pruned: RawCheckpoint) -> dict[int, int]:
+    """Return the number of the dense block of every block, by the norms that pruning leaves."""
+    if pruned.layers >= len(dense.layout.blocks):
+        return {index: index for index in range(pruned.layers)}
+    numbers: dict[int, int] = {}
+    for index in range(pruned.layers):
+        for block in dense.layout.blocks[max(numbers.values(), default=-1) + 1 :]:
+            norms = [n for n, s in dense.shapes.items() if n.startswith(block.prefix) and len(s) == 1]
+            names = [n.replace(f".{block.index}.", f".{index}.", 1) for n in norms]
+            pairs = [(n, m) for n, m in zip(norms, names, strict=True) if m in pruned.headers]
+            same = (match_rows([dense.tensor(n)[None]], [pruned.tensor(m)[None]]) for n, m in pairs)
+            if pairs and all(rows for [rows] in same):
+                numbers[index] = block.index
+                break
+        else:
+            raise ModelError(
+                f"block {index} of '{pruned.name}' has the norms of none of the dense model's "
+                f"{len(dense.layout.blocks)} blocks: which blocks were removed cannot be told"
+            )
+    return numbers
+
+
+def _matched_units(
+    dense: Dense, pruned: RawCheckpoint, dropped: Collection[int]
+) -> dict[str, Tensor]:
+    """Return the units that are left at every site of the blocks that are left."""
+    blocks = [block for block in dense.layout.blocks if block.index not in dropped]
+    _check_rest(dense, pruned, blocks)
+    # Site by site: producers of both models → rows matched → kept units
+    return {
+        site.key: kept_units(*(_side(model, site, dense) for model in (dense, pruned)))
+        for block in blocks
+        for site in block.sites
+    }
+
+
+def _check_rest(dense: Dense, pruned: RawCheckpoint, blocks: Iterable[BlockLayout]) -> None:
+    """Raise ModelError if a matrix of a block has lost something that belongs to no site."""
+    sites = {name for site in dense.layout.sites for name in site.tensors}
+    prefixes = tuple(block.prefix for block in blocks)
+    for name, shape in dense.shapes.items():
+        header = pruned.headers.get(name)
+        if not name.startswith(prefixes) or name in sites or len(shape) < 2 or header is None:
+            continue
+        if header.shape != tuple(shape):
+            raise ModelError(
+                f"{name} is {header.shape} in '{pruned.name}' and {tuple(shape)} in the dense "
+                "model: coec removes nothing there"
+            )
+
+
+def _side(model: Dense | RawCheckpoint, site: Site, dense: Dense) -> SiteTensors:
+    """Return a model's tensors of a site."""
+    stored = model.files if isinstance(model, Dense) else model.headers
+    names = {*(rows.tensor for rows in site.producers), site.weight}
+    names |= {name.removesuffix("weight") + "bias" for name in names}
+    tensors = {n: model.tensor(n) for n in sorted(names) if n in stored}
+    return SiteTensors.of(model.name, site, tensors, dense.shapes)

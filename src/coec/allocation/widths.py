@@ -9,7 +9,6 @@ import torch
 
 from coec.errors import OptionError
 from coec.models.layout import BlockLayout, Layout, Site
-from coec.settings.parts import Pruning
 
 MULTIPLES = (256, 128, 64, 32)
 """`multiple_of = auto` chooses from these: blocks of K-quants, tensor cores and Q8_0."""
@@ -91,11 +90,6 @@ class Rounding:
 
     multiple: int | None
     gpus: int = 1
-
-    @classmethod
-    def of(cls, pruning: Pruning) -> "Rounding":
-        """Read the settings."""
-        return cls(pruning.multiple, pruning.tensor_parallel)
 
     def up(self, site: Site, kept: int) -> int:
         """Round a number of units up, at most to what can be divided of all.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import transformers
@@ -23,7 +23,6 @@ from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, read_size
 from coec.models.multimodal import Around
 from coec.models.non_uniform import class_of
 from coec.models.surgery import unstacked
-from coec.settings.parts import AttentionUnits
 
 _Model = TypeVar("_Model", bound="Description")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -110,7 +109,7 @@ class Description:
             return model
         return Description.of(read_config(find_model(model, weights=False)))
 
-    def counted_in(self: _Model, units: AttentionUnits) -> _Model:
+    def counted_in(self: _Model, units: Literal["groups", "heads"]) -> _Model:
         """Return the model with KV groups, or query heads, as the units of its attention."""
         blocks = self.architecture.blocks
         layout = blocks.layout(self.shape, self.shapes, heads=units == "heads")

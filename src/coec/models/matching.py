@@ -63,6 +63,16 @@ class RawCheckpoint:
         """Number of blocks with tensors."""
         return len(set(numbered_layers(self.headers).values()))
 
+    def renumbered(self, numbers: Mapping[int, int]) -> "RawCheckpoint":
+        """Return the checkpoint with other numbers of its blocks."""
+        layers = numbered_layers(self.headers)
+        headers = {
+            name.replace(f".{layers[name]}.", f".{numbers[layers[name]]}.", 1)
+            if name in layers else name: header
+            for name, header in self.headers.items()
+        }  # fmt: skip
+        return replace(self, headers=headers)
+
     def tensor(self, name: str) -> Tensor:
         """Read one tensor, on the CPU in its stored dtype."""
         header = self.headers[name]
@@ -158,6 +168,8 @@ class SiteTensors:
         """
         # A query or key projection of 0 leaves attention uniform, not silent; values of 0 end it.
         silent = self.unread.reshape(self.count, -1).all(dim=1)
+        if self.site.groups:  # values are of whole groups
+            return silent
         producers = [self.site.value] if self.site.value else self.site.producers
         for rows in producers:
             if rows.tensor.endswith(".weight") and rows.tensor in self.tensors:
@@ -183,11 +195,13 @@ def kept_units(dense: SiteTensors, pruned: SiteTensors) -> Int[Tensor, " k"]:
     not the dense model's, belong to parts of units, or occur twice.
     """
     _check_shapes(dense, pruned)
-    _check_heads(dense, pruned)
+    if not dense.site.groups:
+        _check_heads(dense, pruned)
     units = _matched(dense, pruned) if pruned.count else {}
     if not units:
         raise ModelError(f"'{pruned.name}' keeps no {dense.site.unit} in {dense.site.key}")
-    _check_masks(dense, pruned, units)
+    if not dense.site.groups:
+        _check_masks(dense, pruned, units)
     return torch.tensor(sorted(units))
 
 

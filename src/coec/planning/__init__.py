@@ -1,7 +1,1 @@
-"""The plan: what pruning will do and take, from the configuration alone, in seconds."""
-
-from coec.planning.memory import ComputeConfig
-from coec.planning.plan import Plan
-from coec.planning.run import Forecast
-
-__all__ = ["ComputeConfig", "Forecast", "Plan"]
+"""The plan: what a run does and takes, decided before any weight is read."""

@@ -1,8 +1,8 @@
-"""Device and dtypes of a run, and the memory and disk that it takes (docs/FORMATS.md)."""
+"""What a run takes: the largest sum of what is in memory at once, the disk, and operations."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,268 +11,201 @@ import torch
 from coec.allocation.widths import parameters_inside
 from coec.calibration.sources import Documents, mixture
 from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
-from coec.calibration.windows import validation_count
-from coec.devices import (
-    DTYPES,
-    choose_forward_dtype,
-    choose_solve_dtype,
-    resident_bytes,
-    stored_dtype,
-)
+from coec.devices import FreeMemory, resident_bytes
+from coec.errors import OptionError
+from coec.models.description import Description
 from coec.models.layout import Site
 from coec.planning.plan import Plan
 from coec.reconstruction.block_training import step_tokens
-from coec.streaming.copies import AHEAD
-from coec.streaming.dense_stream import batch_size
-from coec.streaming.head import LOGITS_PER_PASS
-from coec.streaming.layers import tokens_per_batch
-from coec.streaming.self_text import MOST, window_bytes
-from coec.streaming.sensitivity import TOKENS as TRIED_TOKENS
+from coec.sizes import (
+    AHEAD,
+    LOGITS_PER_PASS,
+    MOST_SAMPLED,
+    TRIED_TOKENS,
+    tokens_per_batch,
+    window_bytes,
+)
 
+OVER = 1.2
+"""Estimate over free memory from which a plan is refused: none was planned at more than 1.16 times
+what it took (docs/lab/LOG.md)."""
 SHARD_BYTES = 2 * 10**9
-_BESIDE_WEIGHTS = 2**24
-"""Bytes of the files beside the weights."""
+_ROOM_FOR_STATES = 0.8
+"""Fraction of a device's free memory that a plan may fill whose hidden states wait there."""
 _NAMED_TEXT = 11_000_000
 """Characters that are read of a data set at most."""
 _CHARACTER_BYTES = 170
 """Memory that tokenising one character takes, measured (docs/FORMATS.md)."""
-_ON_HOST = (
-    "program", "text", "hidden states", "states of allocation", "states without a block",
-    "consumers", "shard",
-)  # fmt: skip
-"""Purposes that are on the host; hidden states may be on the device instead."""
+_DESCENT = 1600
+"""Operations of a descent of COEC over b²k: about 25 steps, as small trained models take."""
 
 
 @dataclass(frozen=True)
-class ComputeConfig:
-    """Device and dtypes of a run; they change its result by rounding only.
+class Memory:
+    """Bytes by purpose at the fullest moment of a run, on the device and on the host.
 
-    Attributes:
-        device: cpu or cuda.
-        stored, forward, written: dtypes of the dense weights, of the dense pass, of the result.
-        solve: dtype of the compensation's iterations.
-        measured: True where statistics are given, and no text is run.
-        at_once: number of windows that the model samples together.
-        states_on_device: True where the hidden states of both models wait on the device too.
+    The host has all of it if it computes.
     """
 
-    device: str
-    stored: torch.dtype
-    forward: torch.dtype
-    written: torch.dtype
-    solve: torch.dtype
-    measured: bool = False
-    at_once: int = MOST
-    states_on_device: bool = False
+    moment: str
+    device: dict[str, int]
+    host: dict[str, int]
 
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        device: torch.device,
-        stored: torch.dtype | None = None,
-        *,
-        measured: bool = False,
-    ) -> "ComputeConfig":
-        """Resolve the dtypes that a run of a plan has on a device.
-
-        `stored` is the configuration's where it is None.
-        """
-        pruning = plan.recipe.pruning
-        stored = stored_dtype(plan.output.config) if stored is None else stored
-        calibration = plan.recipe.calibration
-        forward = choose_forward_dtype(
-            calibration.forward_dtype, stored, device, summed=calibration.summed
-        )
-        written = DTYPES[pruning.dtype] if pruning.dtype else stored
-        solve = choose_solve_dtype(pruning.solve_dtype, device)
-        return cls(device.type, stored, forward, written, solve, measured)
+    @property
+    def needed(self) -> tuple[int, int]:
+        """Bytes on the device and on the host, without the program, which is there already."""
+        host = sum(size for purpose, size in self.host.items() if purpose != "program")
+        return sum(self.device.values()), host
 
 
-def placed(
-    purposes: dict[str, int], compute: ComputeConfig
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Split bytes by purpose into those on the device and those on the host."""
-    on_host = set(purposes if compute.device == "cpu" else _ON_HOST)
-    if compute.states_on_device:
-        on_host.discard("hidden states")
-    host = {purpose: size for purpose, size in purposes.items() if size and purpose in on_host}
-    return {name: size for name, size in purposes.items() if size and name not in on_host}, host
+def memory(plan: Plan) -> list[Memory]:
+    """Estimate what is in memory at every moment of a run that could be its fullest."""
+    sizes, on_gpu = _sizes(plan), plan.device.type != "cpu"
+    host = {"program", "text", "states of allocation", "states without a block", "shard"}
+    if plan.home.type == "cpu":
+        host.add("hidden states")
+    block = ("block's weights", "hidden states", "copies")
+    moments = {
+        "reading text": ("text",),
+        "sampling text": ("whole model",) if plan.recipe.calibration == "self" else (),
+        "choosing blocks": ("block's weights", "states without a block", "logits"),
+        "allocating": (
+            "block's weights", "states of allocation", "copies", "forward pass", "statistics",
+            "solving", "logits",
+        ),
+        "passes": (*block, "forward pass", "statistics"),
+        "solving": ("hidden states", "text", "solving"),
+        "training": (*block, "training", "logits"),
+        "predicting": ("hidden states", "logits"),
+        "writing": ("shard",),
+    }  # fmt: skip
+    if not plan.recipe.drop_blocks:
+        del moments["choosing blocks"]
+    if plan.decided:
+        del moments["allocating"]
+    if not plan.trains:
+        del moments["training"]
+    if not (plan.sequential and plan.validation_count):
+        del moments["predicting"]
+    estimates = []
+    for moment, purposes in moments.items():
+        held = {purpose: sizes[purpose] for purpose in ("program", *purposes) if sizes[purpose]}
+        of_host = {name: size for name, size in held.items() if not on_gpu or name in host}
+        device = {name: size for name, size in held.items() if name not in of_host}
+        estimates.append(Memory(moment, device, of_host))
+    return estimates
 
 
-def needed_beside(sizes: dict[str, int]) -> int:
-    """Sum the bytes that are needed besides the program, which is there already."""
-    return sum(size for purpose, size in sizes.items() if purpose != "program")
+def placed(plan: Plan, free: FreeMemory | None = None) -> Plan:
+    """Return the plan with the place where hidden states wait: the GPU, if all fits there with
+    them, else the host.
+
+    Raises:
+        OptionError: the run needs more than the free memory.
+    """
+    free = free or FreeMemory.of(plan.device)
+    if free.device is not None:
+        # The hidden states of two models wait on a GPU where everything fits with a margin.
+        fullest = max(estimate.needed[0] for estimate in memory(plan))
+        if not plan.sequential or fullest > _ROOM_FOR_STATES * free.device:
+            plan = replace(plan, home=torch.device("cpu"))
+    for estimate in memory(plan):
+        for needed, room, place in zip(
+            estimate.needed, (free.device, free.host), ("the device", "this machine"), strict=True
+        ):
+            if room is not None and needed > OVER * room:
+                sizes = estimate.host if place == "this machine" else estimate.device
+                largest = max(sizes, key=lambda name: sizes[name] * (name != "program"))
+                raise OptionError(
+                    f"about {needed / 1e9:.1f} GB of memory are needed ({estimate.moment}, most of "
+                    f"it for {largest}), and {place} has {room / 1e9:.1f} GB free: take fewer "
+                    f"samples than {plan.recipe.samples}, a seq_len below {plan.seq_len}, or a "
+                    "shorter text" + (", or set device=cpu" if free.device is not None else "")
+                )
+    return plan
 
 
-def disk(plan: Plan, written: torch.dtype) -> tuple[int, int]:
+def disk(plan: Plan) -> tuple[int, int]:
     """Estimate bytes of the pruned model's folder, and of unfinished work at its largest.
 
     Blocks are removed once the shard that holds them is durable, so only one shard is there twice.
     """
-    output = int(plan.parameters_after * written.itemsize * 1.01)
-    return output, min(output, SHARD_BYTES) + _BESIDE_WEIGHTS
+    output = int(plan.parameters_after * plan.written.itemsize * 1.01)
+    return output, min(output, SHARD_BYTES) + 2**24
 
 
-def purposes_of(plan: Plan, compute: ComputeConfig, site_kind: str = "") -> dict[str, int]:
-    """Estimate bytes by purpose; those of solves for one kind of site, or for the widest."""
-    layout, shapes, recipe = plan.model.layout, plan.model.shapes, plan.recipe
-    stored, forward = compute.stored.itemsize, compute.forward.itemsize
+def _sizes(plan: Plan) -> dict[str, int]:
+    """Estimate bytes by purpose."""
+    layout, shapes, hidden = plan.model.layout, plan.model.shapes, plan.dense.hidden
+    stored, forward, on_gpu = plan.stored.itemsize, plan.forward.itemsize, plan.device.type != "cpu"
     block = max(parameters_inside(block, shapes) for block in layout.blocks)
-    state = plan.dense.hidden * forward  # of a token
-    # The embedding is on the device while windows are embedded, before any block is.
-    embedding, tokens = shapes[layout.embedding].numel(), plan.tokens
-    settings = recipe.reconstruction
-    models = 2 if settings.sequential else 1
-    # Sums of a part of the windows, and those before it.
-    sums = 2 if settings.sequential and not settings.propagate else 1
+    embedding, tokens, state = shapes[layout.embedding].numel(), plan.tokens, hidden * forward
     widest = max(site.columns for site in layout.sites)
-    # States and their copies inside a layer; the Gram's inputs in float64
-    per_token = (6 * plan.dense.hidden + 4 * plan.dense.ffn) * forward + 8 * widest
-    at_once = tokens_per_batch(torch.device(compute.device), plan.dense.hidden)
-    batch = min(batch_size(plan.seq_len, at_once) * plan.seq_len, tokens)
-    copied = compute.device != "cpu"
-
-    def waiting(tokens_at_once: int) -> float:
-        """Return bytes of a token's state, in a batch of so many, that waits on the host."""
-        # Beside a GPU that is in pages which torch takes in powers of two.
-        return (
-            (1 << (tokens_at_once * state - 1).bit_length()) / tokens_at_once if copied else state
-        )
-
-    held = validation_count(recipe.calibration.samples, recipe.calibration.validation)
-    fitted = recipe.calibration.samples - held if settings.sequential else None
-    of_streams = min(batch_size(plan.seq_len, at_once, fitted) * plan.seq_len, tokens)
-    tried = tried_tokens(plan)
+    at_once = min(tokens_per_batch(plan.device, hidden), -(-tokens // 8))
+    batch = min(max(at_once // plan.seq_len, 1) * plan.seq_len, tokens)
+    tried = min(tokens, max(TRIED_TOKENS, plan.seq_len))
+    # Pinned pages that wait on the host of a GPU come in powers of two.
+    waiting = (1 << (batch * state - 1).bit_length()) / batch if on_gpu else state
+    grams = Counter[int]()
+    for site in layout.sites:
+        grams[site.block] += 8 * site.columns**2
+    consumers = sum(shapes[site.weight].numel() for site in layout.sites)
     logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
-    sampled = min(compute.at_once, recipe.calibration.samples) * sampled_window(plan, compute)
-    sizes = {
+    sampled = min(MOST_SAMPLED, plan.recipe.samples) * window_bytes(
+        plan.dense, plan.model.vocabulary, plan.seq_len, forward
+    )
+    return {
         "program": resident_bytes(),
-        "text": _text(plan),
-        "block's weights": max(models * block, embedding)
-        * (stored + forward if compute.device == "cpu" else forward),
-        "hidden states": int(
-            _streams(plan) * tokens * (state if compute.states_on_device else waiting(of_streams))
-        ),
+        "text": max(_text_bytes(source) for source, _ in mixture(plan.recipe.calibration)),
+        "block's weights": max((1 + plan.sequential) * block, embedding)
+        * (forward if on_gpu else stored + forward),
+        # Of two models: before the block and after it, and between its sites
+        "hidden states": int((3 if plan.sequential else 1) * tokens * waiting),
+        # One model's, and three models' of the tokens that are tried, two of them before every block
         "states of allocation": int(
-            tokens * waiting(batch)
-            + _sets_of_allocation(plan) * tried * waiting(min(step_tokens(plan.seq_len), tried))
-        ),
-        # A pass has one more on its way up, and what the last made of it.
-        "copies": (2 * AHEAD + 5) * batch * state if copied else 0,
-        "states without a block": int(plan.dense.layers * tried * waiting(tried)),
-        "consumers": _pruned_consumers(plan) * forward,
-        "forward pass": batch * per_token,
-        "statistics": sums * _grams(plan, layout.sites) + 8 * widest**2,
-        "fit": _training(plan, compute),
+            tokens * waiting + (3 + 2 * plan.dense.layers) * tried * state * (2 if on_gpu else 1)
+        ) + consumers * forward,
+        "copies": (2 * AHEAD + 5) * batch * state if on_gpu and plan.home.type == "cpu" else 0,
+        "states without a block": plan.dense.layers * tried * state * (2 if on_gpu else 1),
+        # States and their copies inside a layer, and the Gram's inputs in float64
+        "forward pass": batch * ((6 * hidden + 4 * plan.dense.ffn) * forward + 8 * widest),
+        # Sums of a part of the windows, and of the parts before it
+        "statistics": 2 * max(grams.values()) + 8 * widest**2,
+        "training": _training(plan),
         "logits": embedding * forward + 24 * logits,  # six copies in float32
         "whole model": plan.parameters_before * forward + sampled,
-        "shard": min(plan.parameters_after * compute.written.itemsize, SHARD_BYTES),
-        **_solving(plan, compute, site_kind),
-    }
-    if compute.measured:
-        sizes |= dict.fromkeys(
-            ("text", "hidden states", "states of allocation", "copies", "forward pass"), 0
-        )
-    return sizes
+        "shard": min(plan.parameters_after * plan.written.itemsize, SHARD_BYTES),
+        "solving": max(grams.values()) + _solving(plan),
+    }  # fmt: skip
 
 
-def _solving(plan: Plan, compute: ComputeConfig, site_kind: str) -> dict[str, int]:
-    """Estimate bytes of selection and compensation at the widest site of a kind; "" for any.
+def _solving(plan: Plan) -> int:
+    """Estimate bytes of selection and compensation at the widest site.
 
     COEC holds six matrices of the consumer's size (four, and two more inside a decomposition),
-    closed forms three, `obs` two. The Grams of the sites that follow in the block wait meanwhile.
+    closed forms three, `obs` two.
     """
-    site_kinds = [site.kind for site in plan.model.layout.kinds]
-    later = site_kinds[site_kinds.index(site_kind) :] if site_kind else site_kinds
-    waiting = [site for site in plan.model.layout.sites if site.kind in later]
-    sites = [site for site in waiting if site_kind in ("", site.kind)]
-    widest = max(sites, key=lambda site: site.columns)
-    method = plan.recipe.method.name
-    iterative = method == "coec"
-    closed = method in ("rcpu", "least-squares", "ridge-to-slice")
-    # Matrices of the consumer's size at the peak, for the method and then for the selection
-    matrices = 6.0 if iterative else 3.0 if closed else 0.25
-    if plan.recipe.pruning.selection == "obs":
+    matrices = {"coec": 6.0, "none": 0.25, "bias": 0.25}.get(plan.method.name, 3.0)
+    if plan.recipe.selection == "obs":
         matrices = max(matrices, 2.0)
-    if not (plan.recipe.reconstruction.propagate or any(map(plan.widths.removes_from, sites))):
-        matrices = 0.0  # all units stay, and nothing is solved
-    entries, solve = int(matrices * widest.columns**2), compute.solve.itemsize if iterative else 8
-    grams = _grams(plan, waiting)
-    return {
-        # Where validation windows are fitted on in the end, the sum of both kinds as well.
-        "Grams": grams + grams // 2 if plan.recipe.fits_validation else grams,
-        "weight": plan.model.shapes[widest.weight].numel() * (compute.stored.itemsize + 8),
-        "solver": entries * solve,
-        "decomposition": entries * (8 - solve),  # in float64, on the host where the device is full
-    }
+    widest = max(plan.model.layout.sites, key=lambda site: site.columns)
+    weight = plan.model.shapes[widest.weight].numel() * (plan.stored.itemsize + 8)
+    return int(8 * matrices * widest.columns**2) + weight
 
 
-def _grams(plan: Plan, sites: Iterable[Site]) -> int:
-    """Sum bytes of the Grams of one block's sites in float64, validation windows included."""
-    squares: Counter[int] = Counter()
-    for site in sites:
-        squares[site.block] += site.columns**2
-    return 8 * max(squares.values()) * (2 if plan.recipe.calibration.validation else 1)
-
-
-def _streams(plan: Plan) -> int:
-    """Number of sets of hidden states, of all windows, that wait at once.
-
-    Where the pruned model runs beside the dense one, there are its states before a block and the
-    dense ones behind it, and either the dense ones between or before, or the pruned ones between.
-    """
-    return 3 if plan.recipe.reconstruction.sequential else 1
-
-
-def _sets_of_allocation(plan: Plan) -> int:
-    """Number of sets of hidden states of the tokens that widths by error are decided on."""
-    if not plan.recipe.allocation.runs_models:
-        return 0
-    return 3 + 2 * plan.dense.layers  # three models', and those of two before every block
-
-
-def _pruned_consumers(plan: Plan) -> int:
-    """Number of weights of the pruned consumers that allocation by error keeps of all blocks."""
-    if not plan.recipe.allocation.runs_models:
-        return 0
-    return sum(plan.model.shapes[site.weight].numel() for site in plan.model.layout.sites)
-
-
-def tried_tokens(plan: Plan) -> int:
-    """Number of tokens that allocation by error runs models over, one window's at least."""
-    return min(plan.tokens, max(TRIED_TOKENS, plan.seq_len))
-
-
-def _training(plan: Plan, compute: ComputeConfig) -> int:
+def _training(plan: Plan) -> int:
     """Estimate bytes of training the largest block: each weight in the dtype of the forward pass,
     and five times in float32 (itself, its derivative, AdamW's moments, the best state), and the
     activations of a step, which derivatives need.
     """
-    if not plan.recipe.reconstruction.reconstruct:
-        return 0
-    itemsize = compute.forward.itemsize
-    weights = max(
-        parameters_inside(block, plan.pruned_shapes) for block in plan.model.layout.blocks
-    )
+    itemsize, wide = plan.forward.itemsize, max(4, plan.forward.itemsize)
+    weights = max(parameters_inside(b, plan.pruned_shapes) for b in plan.model.layout.blocks)
     active = 24 * plan.dense.hidden + 6 * plan.dense.ffn  # numbers, for each token
-    return (itemsize + 5 * max(4, itemsize)) * weights + step_tokens(plan.seq_len) * active * max(
-        4, itemsize
-    )
-
-
-def sampled_window(plan: Plan, compute: ComputeConfig) -> int:
-    """Memory of one window that the model samples."""
-    itemsize = compute.forward.itemsize
-    return window_bytes(plan.dense, plan.model.vocabulary, plan.seq_len, itemsize)
-
-
-def _text(plan: Plan) -> int:
-    """Memory of the text that takes most of it; texts of a mixture are read in turn."""
-    return max(map(_text_bytes, (source for source, _ in mixture(plan.recipe.calibration.source))))
+    return (itemsize + 5 * wide) * weights + step_tokens(plan.seq_len) * active * wide
 
 
 def _text_bytes(source: Any) -> int:
+    """Estimate the memory that reading one source takes; sources of a mixture are read in turn."""
     if isinstance(source, Documents):
         return _CHARACTER_BYTES * LONG_TEXT
     if not isinstance(source, str | Path) or source == "self":
@@ -282,3 +215,56 @@ def _text_bytes(source: Any) -> int:
         return 2 * path.stat().st_size if path.is_file() else 0
     characters = path.stat().st_size if path.is_file() else _NAMED_TEXT
     return _CHARACTER_BYTES * min(characters, LONG_TEXT)
+
+
+def operations(plan: Plan) -> float:
+    """Count floating-point operations of a run to leading order; a multiplication and an addition
+    are two. Nothing is decided by them.
+    """
+    model, tokens = plan.model, plan.tokens
+    dense = 2 * weights_met(model, model.shapes) + 4 * plan.seq_len * plan.dense.hidden
+    pruned = 2 * weights_met(model, plan.pruned_shapes) + 4 * plan.seq_len * plan.dense.hidden
+    head = 2 * plan.dense.hidden * model.vocabulary
+    grams = 2 * sum(_share(model, site) * site.columns**2 for site in model.layout.sites)
+    solving = sum(_solve(plan, site) for site in filter(plan.widths.stays, model.layout.sites))
+    total = (dense + grams) * tokens + solving
+    tried = min(tokens, TRIED_TOKENS)
+    if not plan.decided:  # a dense pass and every block solved, then derivatives of two models
+        total += (dense + grams) * tokens + solving + (9 * dense + 12 * head) * tried
+    total += plan.recipe.drop_blocks * plan.dense.layers * (dense / 2 + head) * tried
+    if plan.sequential:
+        total += (dense + 1.5 * pruned) * tokens
+    last = pruned / plan.dense.layers
+    if plan.trains:
+        total += (3 * plan.recipe.reconstruct * pruned + 2 * (3 * last + 4 * head)) * tokens
+    return total
+
+
+def weights_met(model: Description, shapes: Mapping[str, torch.Size]) -> float:
+    """Number of weights in all blocks that multiply a token; of experts those that it goes to."""
+    return sum(
+        _share(model, site) * sum(shapes[name].numel() for name in site.tensors if name in shapes)
+        for site in model.layout.sites
+    )
+
+
+def _share(model: Description, site: Site) -> float:
+    """Fraction of the tokens that come to a site."""
+    routed = site.routed and model.shape.experts
+    return float(model.config["num_experts_per_tok"]) / model.shape.experts if routed else 1.0
+
+
+def _solve(plan: Plan, site: Site) -> float:
+    """Choose units and compensate at a site, of m outputs and k of d inputs.
+
+    Scores, errors and a closed form take 14md² + 6mk² + k³, `obs` md² + 2d³, and COEC the eigenpairs
+    of d×d and k×k and its descent.
+    """
+    m, d = int(plan.model.shapes[site.weight][0]), site.columns
+    k = plan.widths.of(site) * site.columns_per_unit
+    total = 14.0 * m * d**2 + 6 * m * k**2 + k**3
+    if plan.recipe.selection == "obs" and plan.kept is None:
+        total += m * d**2 + 2 * d**3
+    if plan.method.name == "coec":
+        total += 14 / 3 * (d**3 + k**3) + _DESCENT * min(m, k) ** 2 * k
+    return total

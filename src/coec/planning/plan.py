@@ -1,32 +1,36 @@
-"""The plan: how many units stay and in which format, decided from the configuration alone."""
+"""The plan: how many units stay, in which format, where and in which dtypes it is computed."""
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from coec.allocation.by_importance import Importances, by_importance
-from coec.allocation.uniform import shares_for, uniform, whole_attention
+from coec.allocation.kept import KeptUnits
+from coec.allocation.uniform import Shares, shares_for, uniform
 from coec.allocation.widths import Rounding, Widths, parameters_inside
-from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
+from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len, validation_count
+from coec.compensation import Method
+from coec.config.recipe import Recipe, memory_size, parameter_count
+from coec.devices import (
+    DTYPES,
+    choose_device,
+    choose_forward_dtype,
+    choose_solve_dtype,
+    stored_dtype,
+)
 from coec.errors import OptionError
+from coec.models.dense import Dense
 from coec.models.depth import renumbered
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
-from coec.models.layout import QUANTISED_COLUMNS, Layout, Shape, Site
+from coec.models.layout import QUANTISED_COLUMNS, BlockLayout, Shape, Site
 from coec.models.non_uniform import FILE as CODE
+from coec.planning.checks import check_model
 from coec.planning.notes import notes_of
-from coec.planning.recipe import Recipe
-from coec.planning.resolve import parameter_budget, resolve
-from coec.settings import Reconstruction
-from coec.settings.parts import AttentionUnits
-from coec.streaming.statistics import Statistics
 
-TRIED_TOKENS = 8192
-"""Tokens on which candidates are compared, besides those of the validation windows."""
-TRIED_SHARE, TRIED_BLOCKS = 0.25, 4
-"""Share of the blocks that are pruned where candidates are compared, and the fewest of them."""
 _PLURALS = {"expert": "experts"}
 """What records call a kind of site of which a block has several."""
 _HEADS = {"kv_groups": "kv_heads", "query_heads": "heads"}
@@ -40,253 +44,284 @@ class Plan:
     Attributes:
         model: the dense model as its configuration describes it.
         recipe: the settings.
+        kept: the units that the user names, if any.
+        shares: fractions that are removed; a budget decides them.
         widths: number of units that every site keeps.
         pruned: the sizes afterwards.
         output: the format of the result.
-        pruned_shapes: every tensor that the result stores.
+        pruned_shapes: every tensor that the result stores, of dropped blocks too.
         seq_len: tokens of a calibration window.
-        remarks: why other plans cannot be made.
-        decided: False where the widths wait for statistics; until then they are uniform ones with
-            the same number of parameters.
-        dropped: blocks that are left out; until they are `chosen`, as many of the last but one.
-            `output` and `pruned_shapes` still have all blocks.
-        sparsity: fraction that goes where no kind of site has its own; a budget decides it.
+        device: where it is computed.
+        home: where hidden states wait between blocks.
+        stored, forward, solve, written: dtypes of the dense weights, of the forward passes, of the
+            iterations of a compensation, and of the result.
+        decided: False if the widths wait for statistics; until then they are uniform ones with the
+            same number of parameters.
+        dropped: blocks that are left out; until they are `chosen`, the same number of the last but
+            one.
+        remarks: notes on how the plan was made.
     """
 
     model: Description
     recipe: Recipe
+    kept: KeptUnits | None
+    shares: Shares
     widths: Widths
     pruned: Shape
     output: OutputFormat
     pruned_shapes: dict[str, torch.Size]
     seq_len: int
-    remarks: tuple[str, ...] = ()
+    device: torch.device
+    home: torch.device
+    stored: torch.dtype
+    forward: torch.dtype
+    solve: torch.dtype
+    written: torch.dtype
     decided: bool = True
     dropped: tuple[int, ...] = ()
     chosen: bool = True
-    sparsity: float = 0.0
+    remarks: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: Description, recipe: Recipe, statistics: Statistics | None = None) -> "Plan":
-        """Decide widths and output format; the first of several candidates.
+    def of(cls, model: Description, recipe: Recipe, kept: KeptUnits | None = None) -> "Plan":
+        """Decide widths, output format, device and dtypes.
 
         Args:
-            model: the dense model.
-            recipe: the settings, as the user gave them or resolved already.
-            statistics: sums that take the place of a calibration text.
+            model: the dense model, opened or described.
+            recipe: the settings.
+            kept: the units that `recipe.kept` names.
 
         Raises:
             ModelError: the model cannot be pruned.
             OptionError: the recipe does not fit the model, or no format holds the result.
         """
-        return next(iter(cls.candidates(model, recipe, statistics).values()))
-
-    @classmethod
-    def candidates(
-        cls, model: Description, recipe: Recipe, statistics: Statistics | None = None
-    ) -> dict[str, "Plan"]:
-        """Plans among which validation windows choose, by name; mostly there is one.
-
-        Raises:
-            ModelError, OptionError: as in `of`.
-        """
-        if recipe.pruning.attention_units == "auto":
-            return cls._by_units(model, recipe, statistics)
-        model = model.counted_in(recipe.pruning.attention_units)
-        recipe = resolve(recipe, model, statistics)
-        # A rule that cannot be planned is left out and named, unless none can.
-        plans: dict[str, Plan] = {}
-        refused: dict[str, OptionError] = {}
-        for rule in _rules(model.layout, recipe):
-            try:
-                plans[rule] = cls._by_rule(model, recipe, rule)
-            except OptionError as error:
-                refused[rule] = error
-        if not plans:
-            raise next(iter(refused.values()))
-        remarks = tuple(f"kv_groups = {n} was not tried: {error}" for n, error in refused.items())
-        plans = {rule: replace(plan, remarks=remarks) for rule, plan in plans.items()}
-        # Where a rule removes no group, two plans are the same: the first of them stays.
-        first = {plan.pruned: rule for rule, plan in reversed(plans.items())}
-        return {rule: plan for rule, plan in plans.items() if rule in first.values()}
-
-    @classmethod
-    def _by_units(
-        cls, model: Description, recipe: Recipe, statistics: Statistics | None
-    ) -> dict[str, "Plan"]:
-        """Plan with whole KV groups, or with query heads where these are served better.
-
-        They are where no group would go, or where a server can divide those that stay over fewer
-        GPUs than the dense model's. Units that a folder names are counted as it counts them.
-        """
-        recipe = recipe.opened()
-
-        def planned(units: AttentionUnits) -> dict[str, Plan]:
-            pruning = replace(recipe.pruning, attention_units=units)
-            return cls.candidates(model, replace(recipe, pruning=pruning), statistics)
-
-        if recipe.kept is not None and (counted := recipe.kept.attention_units):
-            return planned(counted)
-        groups = planned("groups")
-        plan = next(iter(groups.values()))
-        before, after = (replace(size, ffn=0, expert_ffn=0) for size in (plan.dense, plan.pruned))
+        given = "attention_units" in recipe.model_fields_set and recipe.attention_units != "auto"
+        if kept is not None and kept.attention_units and not given:
+            return cls._counted(model.counted_in(kept.attention_units), recipe, kept)
+        if recipe.attention_units != "auto":
+            return cls._counted(model.counted_in(recipe.attention_units), recipe, kept)
+        # Query heads if no whole group would be removed, or if fewer groups could not be divided
+        # over the numbers of GPUs that divide the dense model's
+        groups = cls._counted(model.counted_in("groups"), recipe, kept)
+        before, after = (replace(s, ffn=0, expert_ffn=0) for s in (groups.dense, groups.pruned))
         if after.kv_heads < before.kv_heads and set(before.gpus()) <= set(after.gpus()):
             return groups
         try:
-            heads = planned("heads")
+            heads = cls._counted(model.counted_in("heads"), recipe, kept)
         except OptionError:  # every group has one head
             return groups
-        fewer = next(iter(heads.values())).pruned.group < before.group
-        return heads if fewer else groups
+        return heads if heads.pruned.group < before.group else groups
 
     @classmethod
-    def _by_rule(
-        cls,
-        model: Description,
-        recipe: Recipe,
-        rule: str,
-        dropped: tuple[int, ...] | None = None,
-    ) -> "Plan":
-        """Plan by one rule for KV groups, within the budget where there is one.
+    def _counted(cls, model: Description, recipe: Recipe, kept: KeptUnits | None) -> "Plan":
+        """Plan for a model whose units of attention are decided."""
+        if kept is not None:
+            kept.check(model.layout)
+        device = choose_device(recipe.device)
+        stored = model.dtype if isinstance(model, Dense) else stored_dtype(model.config)
+        dropped = () if kept is None else kept.dropped
+        if recipe.drop_blocks:
+            last = model.shape.layers - 1
+            dropped = tuple(range(last - recipe.drop_blocks, last))
+        attention = recipe.attention_sparsity
+        shares = Shares(
+            recipe.sparsity, recipe.sparsity if attention is None else attention,
+            recipe.expert_sparsity, Rounding(recipe.multiple, recipe.tensor_parallel),
+        )  # fmt: skip
+        plan = cls(
+            model, recipe, kept, shares, Widths({}), model.shape, OutputFormat({}, "", {}, None),
+            {}, resolve_seq_len(recipe.seq_len, model.positions, DEFAULT_SEQ_LEN), device, device,
+            stored,
+            choose_forward_dtype(recipe.forward_dtype, stored, device, summed=recipe.reconstruct > 0),
+            choose_solve_dtype("auto", device),
+            DTYPES[recipe.dtype] if recipe.dtype else stored,
+            decided=not recipe.by_block or (kept is not None and kept.covers(model.layout)),
+            dropped=dropped, chosen=not recipe.drop_blocks,
+        )  # fmt: skip
+        check_model(model, recipe, plan.forward)
+        return plan._within_budget()
 
-        Until it is known which blocks are left out, as many of the last but one are.
-        """
-        pruning, kept = recipe.pruning, recipe.kept
-        budget, last = parameter_budget(model, pruning), model.shape.layers - 1
-        chosen = dropped is not None or not pruning.drop_blocks
-        if dropped is None:
-            dropped = tuple(range(last - pruning.drop_blocks, last))
-        removed = 0 if budget is None else model.parameters - budget
-        inside = sum(parameters_inside(model.layout.blocks[n], model.shapes) for n in dropped)
-        if budget is not None and not chosen and removed <= inside:
+    def _within_budget(self) -> "Plan":
+        """Return the plan with widths and format, within the budget if there is one."""
+        budget, layout, shapes = self.budget, self.model.layout, self.model.shapes
+        if budget is None:
+            widths = uniform(layout, self.shares, self.kept, fewer_blocks=bool(self.dropped))
+            return self._with(widths)
+        removed = self.model.parameters - budget
+        inside = sum(parameters_inside(layout.blocks[n], shapes) for n in self.dropped)
+        if not self.chosen and removed <= inside:
             raise OptionError(
-                f"drop_blocks = {pruning.drop_blocks} alone leaves fewer parameters than "
-                f"{pruning.budget}: leave out one of the two"
+                f"drop_blocks = {len(self.dropped)} alone leaves fewer parameters than budget = "
+                f"{self.recipe.budget}: leave out one of the two"
             )
-        shared = recipe.allocation.importance is not None
-        later = shared and not (kept and kept.covers(model.layout))
-        # Parameters to remove → shares of units → widths → format, until the format's own fit too
+        given = "attention_sparsity" in self.recipe.model_fields_set
+        # Attention stays whole if the budget can be met so → the same fraction of both
+        ways = [self.recipe.attention_sparsity is None] if given else [
+            *([False] if self.recipe.attention_sparsity is not None else []), True
+        ]  # fmt: skip
+        plan = self
         while True:
-            if budget is not None:
-                pruning = shares_for(
-                    model.layout, model.shapes, recipe.pruning, removed, kept, dropped
+            # Parameters to remove → shares of units → widths → format, until its own fit too
+            tried = ((way, shares_for(
+                layout, shapes, self.shares, removed, attention=way, kept=self.kept,
+                dropped=self.dropped,
+            )) for way in ways)  # fmt: skip
+            way, shares = next(((w, s) for w, s in tried if s is not None), (None, None))
+            if shares is None:
+                raise OptionError(
+                    f"budget = {self.recipe.budget} cannot be met, however much is removed: allow "
+                    "more, or take a smaller multiple_of"
                 )
-            if rule == "all":
-                widths = whole_attention(model.layout, model.shapes, pruning, kept)
-            else:
-                widths = uniform(model.layout, pruning, kept)
-            plan = cls._of(model, recipe, widths, listed=later)
-            plan = replace(
-                plan, decided=not later, dropped=dropped, chosen=chosen, sparsity=pruning.sparsity
-            )
-            every = plan.parameters_after
-            if budget is None or every <= budget:
+            widths = uniform(layout, shares, self.kept, fewer_blocks=bool(self.dropped))
+            plan = replace(self, shares=shares)._with(widths)
+            if way and len(ways) > 1:
+                remark = f"attention loses units too: budget = {self.recipe.budget} cannot be met "
+                plan = replace(plan, remarks=(remark + "by MLP channels alone",))
+            if plan.parameters_after <= budget:
                 return plan
             # The format adds parameters, such as biases of a compensation: remove as many more.
-            removed += every - (model.parameters - removed)
+            removed += plan.parameters_after - (self.model.parameters - removed)
 
-    def without(self, blocks: tuple[int, ...], rule: str) -> "Plan":
-        """Return the plan by a rule that leaves these blocks out, within the same budget."""
-        if self.recipe.pruning.budget is None:
-            return replace(self, dropped=blocks, chosen=True)
-        plan = Plan._by_rule(self.model, self.recipe, rule, blocks)
-        return replace(plan, remarks=self.remarks)
-
-    @classmethod
-    def _of(
-        cls, model: Description, recipe: Recipe, widths: Widths, *, listed: bool = False
-    ) -> "Plan":
-        """Choose the format of these widths; `listed` asks for one that lists them by block."""
+    def _with(self, widths: Widths, *, listed: bool = False) -> "Plan":
+        """Return the plan with these widths, in a format that holds them; `listed` asks for one
+        that lists them by block.
+        """
         # Widths → sizes by block → sites that get a bias → the format that holds both
+        model, recipe = self.model, self.recipe
         pruned = _pruned_sizes(model, widths)
-        _check_uniform(model, recipe, widths, pruned)
+        _check_uniform(self, widths, pruned)
+        listed = listed or not self.decided
         if listed:
             pruned = pruned.listed()
-        adds_everywhere = listed or recipe.reconstruction.propagate
+        adds_everywhere = listed or self.propagates
         biased = frozenset(
             site.kind
             for site in model.layout.sites
             if site.bias in model.shapes
-            or (recipe.method.adds_bias and (adds_everywhere or widths.removes_from(site)))
+            or (self.method.adds_bias and (adds_everywhere or widths.removes_from(site)))
         )
         around = model.around
         output = choose_format(
-            model.config, pruned, biased=biased, target=recipe.pruning.target,
-            relabel=around is None, fewer_blocks=recipe.pruning.drop_blocks > 0,
+            model.config, pruned, biased=biased, target=recipe.target, relabel=around is None,
+            fewer_blocks=bool(self.dropped),
         )  # fmt: skip
-        seq_len = resolve_seq_len(recipe.calibration.seq_len, model.positions, DEFAULT_SEQ_LEN)
         shapes = Description.of(output.config).shapes
         if around is not None:
             around.check(around.with_sizes(model.config, output.config), shapes)
-        _check_divides(pruned, recipe.pruning.tensor_parallel)
-        return cls(model, recipe, widths, pruned, output, shapes, seq_len)
+        if recipe.tensor_parallel not in (possible := pruned.gpus()):
+            raise OptionError(
+                f"these widths cannot be divided over tensor_parallel = {recipe.tensor_parallel} "
+                f"GPUs, but over {', '.join(map(str, possible))}: take one of these, or leave out "
+                "kept and attention_sparsity"
+            )
+        return replace(self, widths=widths, pruned=pruned, output=output, pruned_shapes=shapes)
 
-    def allocated(self, importances: Importances) -> "Plan":
+    def without(self, blocks: tuple[int, ...]) -> "Plan":
+        """Return the plan that leaves these blocks out, within the same budget."""
+        return replace(self, dropped=blocks, chosen=True)._within_budget()
+
+    def with_widths(self, importances: Importances) -> "Plan":
         """Decide the widths by importances, with at most as many parameters as this plan has.
 
         Args:
-            importances: one for every unit of every site whose units are not given.
+            importances: one for every unit of every site in `shared`.
         """
-        pruning = self.recipe.pruning
-        shared = [site for site in self.shared if site.key in importances]
-        importances = {site.key: importances[site.key] for site in shared}
-        cut = {site.kind for site in shared if self.widths.removes_from(site)}
-        uncut = {site.kind for site in shared} - cut
+        cut = {site.kind for site in self.shared if self.widths.removes_from(site)}
+        apart = {site.kind for site in self.shared} - cut
+        if self.recipe.attention_sparsity is not None:
+            apart.add("attention")
         widths = by_importance(
             self.model,
             self.widths,
-            importances,
-            Rounding.of(pruning),
-            pruning.own_shares.union(uncut),
+            {site.key: importances[site.key] for site in self.shared},
+            self.shares.rounding,
+            frozenset(apart),
             self._unused_budget(),
         )
+        decided = replace(self, decided=True)
         try:
-            plan = Plan._of(self.model, self.recipe, widths)
+            return decided._with(widths)
         except OptionError:  # the widths came out alike, and no stock format holds just these
-            plan = Plan._of(self.model, self.recipe, widths, listed=True)
-        return replace(
-            plan,
-            remarks=self.remarks,
-            dropped=self.dropped,
-            sparsity=self.sparsity,
-            chosen=self.chosen,
-        )
+            return decided._with(widths, listed=True)
 
     @property
     def shared(self) -> tuple[Site, ...]:
-        """Sites whose units are distributed over the blocks, where their widths differ."""
-        listed = () if self.recipe.kept is None else self.recipe.kept.units
-        alike = self.recipe.pruning.target == "vllm"  # which has as many heads in every block
+        """Sites whose units are distributed over the blocks, if their widths differ."""
+        named = () if self.kept is None else self.kept.units
+        alike = self.recipe.target == "vllm"  # which has the same heads in every block
         return tuple(
             site
             for site in self.model.layout.sites
-            if site.key not in listed
+            if site.key not in named
             and site.block not in self.dropped
             and not (alike and site.value is not None)
         )
 
+    @property
+    def budget(self) -> int | None:
+        """Largest number of parameters that may be left; None if sparsity decides.
+
+        Of a budget of memory that is what it has room for with the keys and values of the dense
+        model's blocks and a multimodal model's other weights, all in the dtype that is written.
+
+        Raises:
+            OptionError: nothing would be removed, or nothing can be left.
+        """
+        if (text := self.recipe.budget) is None:
+            return None
+        model, context = self.model, ""
+        if memory := memory_size(text):
+            cached = model.cached(self.recipe.drop_blocks) * self.recipe.context
+            around = 0 if model.around is None else model.around.outside()
+            budget = memory // self.written.itemsize - cached - around
+            context = f", with the keys and values of context = {self.recipe.context:,} tokens,"
+        else:
+            count = parameter_count(text)
+            budget = int(count * model.parameters if count < 1 else count)
+        if not 0 < budget < model.parameters:
+            room = "has room for no parameter" if budget < 1 else "removes nothing"
+            raise OptionError(
+                f"budget = {text}{context} {room} of this model's {model.parameters:,}: allow "
+                + ("more" if budget < 1 else "less")
+            )
+        return budget
+
     def _unused_budget(self) -> int:
-        """Parameters that the budget leaves unused; 0 where the format adds to the model."""
-        budget = parameter_budget(self.model, self.recipe.pruning)
+        """Parameters that the budget leaves unused; 0 if the format adds to the model."""
         removed = self.widths.removed(self.model.layout, self.model.shapes, self.dropped)
         # A format that adds biases or such takes what is left itself.
         unlike = self.parameters_after != self.parameters_before - removed
-        if budget is None or unlike:
-            return 0
-        return budget - self.parameters_after
+        return 0 if self.budget is None or unlike else self.budget - self.parameters_after
 
-    def briefly(self) -> "Plan":
-        """Leave out training and most text: closed forms show which of several candidates leads."""
-        full = self.recipe.reconstruction
-        weights = full.token_weights if full.propagate else "equal"
-        brief = Reconstruction(
-            preset=full.preset, propagate=full.propagate, token_weights=weights,
-            kv_groups=full.kv_groups,
-        )  # fmt: skip
-        calibration = self.recipe.calibration
-        samples = min(calibration.samples, max(2, TRIED_TOKENS // self.seq_len))
-        few = replace(calibration, samples=samples)
-        return replace(self, recipe=replace(self.recipe, reconstruction=brief, calibration=few))
+    @property
+    def method(self) -> Method:
+        """The compensation, with the needs that it declares."""
+        return Method.of(self.recipe.compensation)
+
+    @property
+    def propagates(self) -> bool:
+        """Whether blocks are calibrated on the inputs that the pruned model has."""
+        return self.recipe.propagate and not self.model.architecture.adds
+
+    @property
+    def trains(self) -> bool:
+        """Whether blocks are trained."""
+        return self.recipe.reconstruct > 0
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a block depends on the blocks before it, so that the pruned model is run too."""
+        return self.propagates or self.trains
+
+    @property
+    def blocks(self) -> list[BlockLayout]:
+        """The blocks that stay."""
+        return [block for block in self.model.layout.blocks if block.index not in self.dropped]
+
+    @cached_property
+    def pruned_model(self) -> Description:
+        """The pruned model as its configuration describes it, dropped blocks included."""
+        return Description.of(self.output.config)
 
     @property
     def dense(self) -> Shape:
@@ -310,17 +345,26 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Tokens of all calibration windows."""
-        return self.recipe.calibration.samples * self.seq_len
+        return self.recipe.samples * self.seq_len
+
+    @property
+    def validation_count(self) -> int:
+        """Number of validation windows."""
+        return validation_count(self.recipe.samples, self.recipe.holdout)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences on settings without effect, and on what a width costs in other programs."""
-        pruning = replace(self.recipe.pruning, sparsity=self.sparsity)
-        recipe = replace(self.recipe, pruning=pruning)
-        notes = notes_of(self.model, recipe, self.widths, self.seq_len, self.decided)
-        return (*self.remarks, *notes)
+        undecided = () if self.decided else (
+            "the calibration text decides the widths of every block; these are uniform ones with "
+            "the same number of parameters",
+        )  # fmt: skip
+        notes = notes_of(
+            self.model, self.recipe, self.kept, self.shares, self.widths, self.tokens
+        )
+        return (*self.remarks, *undecided, *notes)
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> dict[str, Any]:
         """Account that `--dry-run --json` prints and the report keeps."""
         before, after = self.parameters_before, self.parameters_after
         removed = {site.kind: self._removed(site.kind) for site in self.model.layout.kinds}
@@ -346,17 +390,13 @@ class Plan:
             },
             "parameters": {"before": before, "after": after},
             "removed": {**removed, "parameters": (before - after) / before},
-            "kept": None if self.recipe.kept is None else self.recipe.kept.record(),
+            "kept": None if self.kept is None else self.kept.record(),
             "notes": list(self.notes),
             "seq_len": self.seq_len,
         }
 
     def _removed(self, site_kind: str) -> float:
-        sites = [
-            site
-            for site in self.model.layout.sites
-            if site.kind == site_kind and site.block not in self.dropped
-        ]
+        sites = [s for block in self.blocks for s in block.sites if s.kind == site_kind]
         before = sum(site.units for site in sites)
         return (before - sum(map(self.widths.of, filter(self.widths.stays, sites)))) / before
 
@@ -371,63 +411,31 @@ class Plan:
         return sizes | whole_experts | _HEADS
 
 
-def tried_blocks(layers: int) -> list[int]:
-    """Return the indices of the blocks that are pruned to compare candidates, evenly spaced."""
-    count = min(layers, max(TRIED_BLOCKS, math.ceil(TRIED_SHARE * layers)))
-    return [number * layers // count for number in range(count)]
-
-
-def _rules(layout: Layout, recipe: Recipe) -> tuple[str, ...]:
-    """Names of the rules for the number of KV groups, of which validation windows choose one."""
-    rule, kept = recipe.reconstruction.kv_groups, recipe.kept
-    groups_given = kept is not None and any(s.key in kept.units for s in layout.sites if s.value)
-    if groups_given and rule != "all":
-        return ("kept",)  # the user gave the groups: there is nothing to choose
-    if rule != "held-out":
-        return (rule,)
-    # Where blocks share groups by what these cost, that starts at `uniform` (docs/lab/LOG.md).
-    by_cost = recipe.allocation.runs_models and recipe.pruning.target != "vllm"
-    return ("uniform",) if by_cost else ("uniform", "all")
-
-
 def _by_block(shape: Shape, size: str, dropped: Collection[int] = ()) -> int | list[int]:
-    """A size in every block that is not dropped: one number where all are alike."""
+    """A size in every block that is not dropped: one number if all are alike."""
     stay = (index for index in range(shape.layers) if index not in dropped)
     sizes = [getattr(shape.at(index), size) for index in stay]
     return sizes[0] if len(set(sizes)) == 1 else sizes
 
 
-def _check_uniform(model: Description, recipe: Recipe, widths: Widths, pruned: Shape) -> None:
-    """Raise OptionError where widths differ by block without `non_uniform`."""
-    if pruned.uniform or recipe.pruning.non_uniform:
+def _check_uniform(plan: Plan, widths: Widths, pruned: Shape) -> None:
+    """Raise OptionError if widths differ by block without `by_block`."""
+    if pruned.uniform or plan.recipe.by_block:
         return
     by_site = {name: set(widths.everywhere(name)) for _, name in widths.kept}
     name, counts = next((name, counts) for name, counts in by_site.items() if len(counts) > 1)
-    source = "" if recipe.kept is None else f" in '{recipe.kept.source}'"
-    if recipe.kept is not None and not recipe.kept.covers(model.layout):
-        source = f", in '{recipe.kept.source}' and by fractions elsewhere,"
-    code = ", or set non_uniform to write code beside the weights"
+    source = "" if plan.kept is None else f" in '{plan.kept.source}'"
     raise OptionError(
         f"the widths of {name}{source} differ by block ({min(counts):,} to {max(counts):,}), which "
-        "no stock format holds: keep as many units in every block"
-        + ("" if model.architecture.blocks.experts else code)
+        "no stock format holds: keep the same number in every block"
+        + ("" if plan.model.architecture.blocks.experts else ", or set by_block=True")
     )
-
-
-def _check_divides(pruned: Shape, gpus: int) -> None:
-    """Raise OptionError where widths that somebody named cannot be divided over so many GPUs."""
-    if gpus not in (possible := pruned.gpus()):
-        raise OptionError(
-            f"these widths cannot be divided over tensor_parallel = {gpus} GPUs, but over "
-            f"{', '.join(map(str, possible))}: take one of these, or leave out what keeps them "
-            "(kept, attention_sparsity = 0, mlp_sparsity = 0)"
-        )
 
 
 def _pruned_sizes(model: Description, widths: Widths) -> Shape:
     """Sizes that follow from widths; a kind of site that a block lacks gets its widest elsewhere.
 
-    Raises OptionError where experts of one block keep different numbers of channels.
+    Raises OptionError if experts of one block keep different numbers of channels.
     """
     size_names = {pattern.name: pattern.counted_by for pattern in model.architecture.blocks.sites}
     # Sites of a block that share a size, as its experts do, must keep alike.

@@ -82,17 +82,17 @@ def random(weight: Float[Tensor, "m d"], gram: Gram, *, seed: int = 0) -> Float[
     return scores.to(weight)
 
 
-def expert_scores(experts: Sequence[Sequence[Gram]]) -> Float[Tensor, " experts"]:
+def expert_scores(experts: Sequence[Gram]) -> Float[Tensor, " experts"]:
     """Summed norm of what an expert adds to its tokens: `Σ_t ‖p(t) W h(t)‖₂`; 0 without tokens.
 
     p is the router's weight, h are the expert's channels and W is its last projection.
 
     Args:
-        experts: statistics of the inputs `p h`, one or more Grams for each expert.
+        experts: statistics of the inputs `p h`, one Gram for each expert.
 
     Source: REAP (Lasby et al. 2025), which takes the mean over the expert's tokens (METHODS §9).
     """
-    norms = [math.fsum(gram.output_norms or 0.0 for gram in grams) for grams in experts]
+    norms = [gram.output_norms or 0.0 for gram in experts]
     return torch.tensor(norms, dtype=torch.float64)
 
 

@@ -1,0 +1,274 @@
+"""The recipe: every setting that determines a pruned model, with presets as sets of defaults."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import ValidationInfo, field_validator, model_validator
+
+from coec.config.options import OPTIONS_OF
+from coec.config.settings import Settings, setting, without_effect
+from coec.errors import OptionError
+
+SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "magnitude", "random"]
+CompensationName = Literal["coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none"]
+PresetName = Literal["paper", "fast", "balanced"]
+TargetName = Literal["hf", "vllm", "llama.cpp"]
+AttentionUnits = Literal["groups", "heads", "auto"]
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+StartRule = Literal["auto", "on", "off"]
+DEFAULT_PRESET: PresetName = "balanced"
+HOLDOUT = 0.125
+"""Fraction of the windows that `balanced` sets aside for validation."""
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", re.IGNORECASE)
+
+_CLOSED_FORMS: dict[str, Any] = {
+    "multiple_of": "auto", "selection": "obs", "compensation": "ridge-to-slice",
+    "attention_sparsity": 0.0, "propagate": True, "bos": "auto",
+}  # fmt: skip
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "paper": ("COEC: the source's objective, solved by this project's solver.", {}),
+    "fast": (
+        "Closed forms only, on the inputs that the pruned model has.",
+        _CLOSED_FORMS | {"ridge": "auto"},
+    ),
+    "balanced": (
+        "Every block trained, briefly, towards the dense model's hidden states.",
+        _CLOSED_FORMS | {"ridge": 1.0, "reconstruct": 4, "holdout": HOLDOUT},
+    ),
+}
+"""What every preset is for, and the defaults by which it differs from the settings' own."""
+
+
+class Recipe(Settings):
+    """Settings of a pruning, checked when it is made: before any model is touched.
+
+    A preset is where defaults come from: `Recipe(preset="fast", sparsity=0.5, ridge=0.02)` is `fast`
+    with two other settings. Options of the compensation are given by name too.
+
+    Raises:
+        OptionError: an unknown setting, a bad value, or settings that do not go together.
+    """
+
+    # What to remove
+    sparsity: float = setting(0.3, gt=0, lt=1, heading="What to remove")
+    """Fraction of the units that is removed: MLP channels, those of every expert, and in `paper`
+    units of attention."""
+    attention_sparsity: float | None = setting(
+        None, ge=0, lt=1, otherwise="0; in paper and by_block as sparsity"
+    )
+    """Fraction of the units of attention that is removed; 0 keeps attention whole."""
+    attention_units: AttentionUnits = "groups"
+    """Units that attention loses: whole KV `groups`, or query `heads`, the same number in every
+    group, which leaves the KV cache as it is. `auto` takes heads if no whole group would be removed
+    or fewer groups could not be divided over the same numbers of GPUs."""
+    expert_sparsity: float = setting(0.0, ge=0, lt=1)
+    """Fraction of whole experts that is removed, the same number in every block: those that add
+    least to the tokens routed to them."""
+    drop_blocks: int = setting(0, ge=0)
+    """Number of whole blocks that are removed too, each time the block without which predictions
+    change least. The first and the last block are kept."""
+    budget: str | None = setting(None, otherwise="what sparsity leaves")
+    """What the pruned model may take, in place of sparsity: a share of the parameters (0.8), their
+    number (5600000000), or the memory of a server (16GB, 14.5GiB) for the weights as written and the
+    keys and values of `context` tokens. Attention is kept if the budget can be met without it."""
+    context: int = setting(8192, ge=1)
+    """Number of tokens, over all sequences, whose keys and values a budget of memory includes."""
+    by_block: bool = False
+    """Let widths differ by block: units are kept where a parameter lowers the error of the
+    predictions most. Takes a second dense pass. A page of code is written with the weights, and
+    loaders need trust_remote_code."""
+    multiple_of: str = setting("1", pattern=r"^(auto|[1-9][0-9]{0,5})$")
+    """Kept MLP channels are rounded up to a multiple of this; `auto` takes the largest of 256, 128,
+    64 and 32 that adds at most 3 % of them."""
+    tensor_parallel: int = setting(1, ge=1, le=16)
+    """Number of GPUs over which a server can divide every layer."""
+    selection: SelectionName | Callable[..., Any] = "rcpu"
+    """Score that selects the units."""
+    kept: Any = setting(None, otherwise="none: all are selected")
+    """Units that are kept, by site: a safetensors or JSON file, a folder that coec pruned, or a
+    folder that another program pruned from MODEL."""
+    target: TargetName = "hf"
+    """Program that must load the result: transformers (`hf`), `vllm` or `llama.cpp`."""
+    dtype: DtypeName | None = setting(None, otherwise="the model's")
+    """Dtype of the written weights."""
+
+    # How to compensate
+    preset: PresetName = setting(DEFAULT_PRESET, heading="How to compensate")
+    """Set of defaults: `paper` (COEC), `fast` (closed forms, block after block) or `balanced` (every
+    block trained, briefly). Any other setting wins over it."""
+    compensation: CompensationName | Callable[..., Any] = "coec"
+    """Method that compensates for the removed units."""
+    propagate: bool = False
+    """Calibrate every block on the inputs that the pruned model has, and correct the error so far."""
+    reconstruct: int = setting(0, ge=0)
+    """Passes over the windows in which all weights of a block are trained towards the dense model's
+    hidden states after it."""
+
+    # Calibration
+    text_column: str = setting("text", heading="Calibration")
+    """Column of a jsonl or parquet file, or of a hub: data set."""
+    calibration: Any = "wikitext2"
+    """Text: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train splits); self (text
+    that the model writes); a .txt, .jsonl, .parquet, .npy or .safetensors file; or several of these
+    with shares of the windows: a.txt=2,b.jsonl=1."""
+    samples: int = setting(128, ge=1)
+    """Number of calibration windows."""
+    seq_len: int | None = setting(
+        None, ge=2, otherwise="2048, or the model's maximum if less"
+    )
+    """Tokens per window."""
+    seed: int = setting(0, ge=0)
+    """Random seed for drawing windows."""
+    holdout: float = setting(0.0, ge=0, lt=1)
+    """Fraction of the windows that validates the training of blocks and the pruned model."""
+    bos: StartRule = "off"
+    """Begin every window with the tokens that the tokenizer puts before a text: `on`, `off`, or
+    `auto`, whichever lets the dense model predict a few windows better."""
+    forward_dtype: DtypeName | None = setting(
+        None, otherwise="the model's on a GPU; float32 on the CPU"
+    )
+    """Dtype of the forward passes."""
+    device: str = setting("auto", heading="Where to run")
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, …"""
+
+    options: dict[str, Any] = {}
+    """Options of the compensation, by name."""
+    trust_remote_code: bool = False
+    """Whether the model's tokenizer may run Python code that comes with the model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        return _completed(settings, cls.model_fields)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_together(self)
+        return self
+
+    @field_validator("kept", mode="before")
+    @classmethod
+    def _as_path(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    @field_validator("calibration")
+    @classmethod
+    def _as_source(cls, text: Any, info: ValidationInfo) -> Any:
+        """Arrays become tensors of token ids; lists and generators documents, read once."""
+        if isinstance(text, str | Path):
+            return str(text)
+        from coec.calibration.tokens import source_of
+
+        return source_of(text, info.data["text_column"])
+
+    @field_validator("multiple_of", "budget", mode="before")
+    @classmethod
+    def _number_as_text(cls, value: Any) -> Any:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return f"{value:g}" if number and value < 1 else f"{int(value)}" if number else value
+
+    @field_validator("budget")
+    @classmethod
+    def _is_budget(cls, budget: str | None) -> str | None:
+        if budget is not None and not memory_size(budget) and not parameter_count(budget):
+            raise ValueError("a share such as 0.8, a number of parameters, or a size such as 16GB")
+        return budget
+
+    @property
+    def multiple(self) -> int | None:
+        """Number of which kept MLP channels are a multiple; None if it is chosen."""
+        return None if self.multiple_of == "auto" else int(self.multiple_of)
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a block depends on the blocks before it."""
+        return self.propagate or self.reconstruct > 0
+
+    @property
+    def own_functions(self) -> list[str]:
+        """Names of the settings that are functions of the user's own."""
+        return [n for n in ("selection", "compensation") if not isinstance(getattr(self, n), str)]
+
+
+def memory_size(size: str) -> int:
+    """Return the bytes of a size such as 16GB (10⁹ each) or 14.5GiB (2³⁰); 0 if it is none."""
+    match = _MEMORY.fullmatch(size.strip())
+    if match is None:
+        return 0
+    power = "kmgt".index(match[2].lower()) + 1
+    return int(float(match[1]) * (2**10 if match[3] else 10**3) ** power)
+
+
+def parameter_count(budget: str) -> float:
+    """Return a number of parameters, or a share of them below 1; 0 if the budget is neither."""
+    try:
+        count = float(budget.replace(",", "").replace("_", ""))
+    except ValueError:
+        return 0
+    return count if 0 < count < 1 or (count >= 1 and count == int(count)) else 0
+
+
+def _completed(settings: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the defaults of their preset, and options under `options`.
+
+    A default that would have no effect with the settings given is left out.
+
+    Raises:
+        OptionError: an option of another compensation than the preset's, and none is named.
+    """
+    name = settings.get("preset", DEFAULT_PRESET)
+    if not isinstance(name, str) or name not in PRESETS:
+        return settings  # refused with the others
+    defaults = {key: value for key, value in PRESETS[name][1].items() if key not in settings}
+    ridge = defaults.pop("ridge", None)
+    # Attention stays whole unless it is asked for, or shares a budget by block.
+    if "attention_units" in settings or (
+        settings.get("by_block") and settings.get("target") != "vllm"
+    ):
+        defaults.pop("attention_sparsity", None)
+    if settings.get("reconstruct") == 0 and not settings.get("propagate", True):
+        defaults.pop("holdout", None)
+    if settings.get("samples") == 1:
+        defaults.pop("holdout", None)
+    completed = {"preset": name, "compensation": "coec"} | defaults | settings
+    # Options by name, those of a function of the user's own included
+    options = dict(settings.get("options", {}))
+    chosen, own = completed["compensation"], callable(completed["compensation"])
+    fields = {} if own else OPTIONS_OF[chosen].model_fields if chosen in OPTIONS_OF else {}
+    for key in [key for key in settings if key not in known]:
+        if key in fields or (own and not any(key in o.model_fields for o in OPTIONS_OF.values())):
+            options[key] = completed.pop(key)
+        elif methods := [m for m, o in OPTIONS_OF.items() if key in o.model_fields]:
+            raise OptionError(
+                f"{key} is an option of compensation {' and '.join(methods)}, and "
+                f"{chosen if not own else 'a function'} compensates here: set "
+                f"compensation={methods[-1]}" + (" or preset=paper" if methods == ["coec"] else "")
+            )
+    if ridge is not None and "ridge" in fields and "compensation" not in settings:
+        options.setdefault("ridge", ridge)
+    return completed | {"options": options}
+
+
+def _check_together(recipe: Recipe) -> None:
+    """Raise OptionError if settings do not go together."""
+    given = recipe.model_fields_set
+    if "context" in given and not memory_size(recipe.budget or ""):
+        raise without_effect("context", "no budget of memory, such as 16GB")
+    if recipe.budget is not None and "sparsity" in given:
+        raise without_effect("sparsity", f"budget = {recipe.budget}")
+    if "holdout" in given and recipe.holdout and not recipe.sequential:
+        raise without_effect("holdout", "neither propagate nor reconstruct")
+    if recipe.drop_blocks and not recipe.sequential:
+        raise OptionError(
+            "drop_blocks needs blocks that are solved on the states of the pruned model: set "
+            "propagate or reconstruct (preset = balanced does)"
+        )
+    if recipe.compensation in OPTIONS_OF:
+        options = OPTIONS_OF[str(recipe.compensation)](**recipe.options)
+        for option, why in options.idle().items():
+            if option in recipe.options:
+                raise without_effect(option, why)
+    if recipe.attention_units == "heads" and recipe.attention_sparsity == 0:
+        raise without_effect("attention_units = heads", "attention_sparsity = 0")

@@ -1,1 +1,0 @@
-"""Several workers: who holds windows, and blocks solved as tasks."""

@@ -1,1 +1,0 @@
-"""Outputs that appear whole, and the journal of a run."""

@@ -1,1 +1,0 @@
-"""Stages of a pruning run, and the functions that run them in order."""

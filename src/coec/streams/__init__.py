@@ -1,0 +1,1 @@
+"""Calibration windows through the blocks of the dense and the pruned model."""

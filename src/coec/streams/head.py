@@ -1,0 +1,198 @@
+"""The end of a model: its final norm, the logits, and how well they predict a text."""
+
+import math
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coec.models.dense import Dense
+from coec.models.description import compute_buffers
+from coec.sizes import LOGITS_PER_PASS
+from coec.streams.layers import imitate
+
+_LARGEST = 700
+"""Cross-entropy beyond which there is no perplexity in float64."""
+
+
+class Prediction:
+    """Scores of a model per predicted token, and its distance from another.
+
+    Sums run in float64, batch after batch.
+
+    Attributes:
+        tokens: number of predicted tokens.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = self._agreed = 0
+        self._entropy = self._baseline = self._divergence = 0.0
+
+    def update(
+        self,
+        log_p: Float[Tensor, "*tokens v"],
+        next_tokens: Int[Tensor, "*tokens"],
+        baseline: Float[Tensor, "*tokens v"] | None = None,
+    ) -> None:
+        """Add a batch; `baseline` is the other model's, given in every batch or in none."""
+        self.tokens += next_tokens.numel()
+        self._entropy -= _picked(log_p, next_tokens)
+        if baseline is not None:
+            self._baseline -= _picked(baseline, next_tokens)
+            divergences = F.kl_div(log_p, baseline, log_target=True, reduction="none")
+            self._divergence += float(divergences.sum(dtype=torch.float64))
+            self._agreed += int((log_p.argmax(dim=-1) == baseline.argmax(dim=-1)).sum())
+
+    def merge(self, sums: "Prediction") -> None:
+        """Add the sums of another."""
+        for name, value in vars(sums).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def cross_entropy(self) -> float:
+        """Cross-entropy of the model, in nats per token."""
+        return self._entropy / self.tokens
+
+    @property
+    def perplexity(self) -> float | None:
+        """`exp` of the cross-entropy; None where it is not finite."""
+        mean = self.cross_entropy
+        return math.exp(mean) if mean < _LARGEST else None
+
+    @property
+    def baseline_cross_entropy(self) -> float:
+        """Cross-entropy of the model that it is compared with, in nats per token."""
+        return self._baseline / self.tokens
+
+    @property
+    def kl(self) -> float:
+        """The mean of KL(baseline ‖ model), in nats per token."""
+        return self._divergence / self.tokens
+
+    def record(self) -> dict[str, float | None]:
+        """Return perplexity and KL, JSON-ready: None for what is not finite."""
+        return {"perplexity": self.perplexity, "kl": self.kl if math.isfinite(self.kl) else None}
+
+    @property
+    def agreement(self) -> float:
+        """The share of tokens for which both models find the same one the most probable."""
+        return self._agreed / self.tokens
+
+
+class _Given(nn.Module):
+    """Stand-in for a layer that returns hidden states it was given, whatever it is called with."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.state = torch.empty(0)
+        self.in_tuple = False
+        imitate(layer, self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.state,) if self.in_tuple else self.state
+
+
+class Head:
+    """The end of a dense model; hidden states may wait on another device than it computes on."""
+
+    def __init__(self, dense: Dense, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        model: Any = dense.skeleton(dtype).requires_grad_(requires_grad=False)
+        compute_buffers(model, device)
+        # No layers: a stand-in hands the final norm and the head whatever states are given.
+        self._given = _Given(model.base_model.layers[0])
+        model.base_model.layers = nn.ModuleList([self._given])
+        layout = dense.layout
+        head = layout.embedding if dense.tied else layout.head
+        for module, name in (
+            (model.base_model.norm, layout.norm), (model.get_output_embeddings(), head)
+        ):  # fmt: skip
+            for key in dict(module.named_parameters()):
+                tensor = dense.tensor(name.removesuffix("weight") + key).to(device, dtype)
+                setattr(module, key, nn.Parameter(tensor, requires_grad=False))
+        self._model = model
+        self._given.in_tuple = not self._returns_all()
+
+    @torch.no_grad()
+    def _returns_all(self) -> bool:
+        """Return whether the model takes a layer's output itself, and not the first of a tuple."""
+        norm = self._model.base_model.norm
+        # Models and releases differ in what a layer returns: one run on two tokens tells.
+        self._given.state = torch.ones(1, 2, len(self.norm)).to(norm.weight)
+        try:
+            out = self._model.base_model(inputs_embeds=self._given.state, use_cache=False)
+        except IndexError:  # the first of a tensor is a row, which lacks a dimension
+            return False
+        shape: torch.Size = out.last_hidden_state.shape
+        return shape == self._given.state.shape
+
+    @property
+    def norm(self) -> Float[Tensor, " h"]:
+        """The final norm's weight."""
+        return cast(Tensor, self._model.base_model.norm.weight)
+
+    @torch.no_grad()
+    def predicted(
+        self,
+        state: Float[Tensor, "n length h"],
+        dense: Float[Tensor, "n length h"],
+        windows: Int[Tensor, "n length"],
+    ) -> Prediction:
+        """Return how well hidden states behind the last layer predict the windows they come from.
+
+        Args:
+            state: of the model.
+            dense: of the dense model.
+            windows: token ids.
+        """
+        sums = Prediction()
+        size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
+        # No token sees another here: any run of them can be taken.
+        runs = [states[:, :-1].flatten(0, 1).split(size) for states in (state, dense)]
+        next_tokens = windows[:, 1:].flatten().split(size)
+        for run, dense_run, ids in zip(*runs, next_tokens, strict=True):
+            log_p = self._logits(run).log_softmax(dim=-1)
+            baseline = self._logits(dense_run).log_softmax(dim=-1)
+            sums.update(log_p, ids.to(self._device), baseline)
+        return sums
+
+    def divergence(
+        self, state: Float[Tensor, "n length h"], dense: Float[Tensor, "n length h"]
+    ) -> Float[Tensor, ""]:
+        """Return `Σ_t KL(dense ‖ model)` of a batch, in nats; derivatives run to `state`.
+
+        The logits of one run of tokens are in memory at a time: their derivatives are taken with
+        them, and stand behind the sum.
+        """
+        size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
+        runs = [states.flatten(0, 1).split(size) for states in (state, dense)]
+        total, gradients = torch.zeros((), device=self._device), list[Tensor]()
+        for run, dense_run in zip(*runs, strict=True):
+            # Dense states → log q, no derivatives; pruned states → log p → KL(q ‖ p), ∂KL/∂states
+            with torch.no_grad():
+                log_q = self._logits(dense_run).log_softmax(dim=-1)
+            inputs = run.detach().to(self.norm).requires_grad_(state.requires_grad)
+            with torch.set_grad_enabled(state.requires_grad):
+                log_p = self._logits(inputs).log_softmax(dim=-1)
+                value = F.kl_div(log_p, log_q, log_target=True, reduction="sum")
+            total += value.detach()
+            if state.requires_grad:
+                gradients += torch.autograd.grad(value, inputs)
+        if not gradients:
+            return total
+        # A term of value 0 whose derivative by `state` is the one taken above: autograd goes on
+        # from there without the logits.
+        by_state = torch.cat(gradients).view_as(state)
+        return total + ((state - state.detach()) * by_state).sum()
+
+    def _logits(self, state: Float[Tensor, "tokens h"]) -> Float[Tensor, "tokens v"]:
+        """Return logits in float32 or wider."""
+        self._given.state = state[None].to(self._device)
+        logits: Tensor = self._model(inputs_embeds=self._given.state, use_cache=False).logits[0]
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _picked(log_p: Tensor, next_tokens: Tensor) -> float:
+    return float(log_p.gather(-1, next_tokens[..., None]).sum(dtype=torch.float64))

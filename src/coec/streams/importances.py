@@ -1,0 +1,291 @@
+"""How important the units of every site are, in a dense pass before the blocks are solved.
+
+Widths that differ by block depend on all blocks at once, so that a block's statistics are measured
+twice, and those of one block alone are in memory. The same relative error matters a hundred times
+more at one site than at another, and nothing in a site's own statistics says where: the KL divergence
+of the pruned model from the dense one is distributed over the sites, by its derivatives on the way
+there (METHODS §10).
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from coec import parallel
+from coec.allocation.rules import by_error
+from coec.allocation.widths import parameters
+from coec.errors import NumericalError
+from coec.events import Progress
+from coec.models.dense import Dense
+from coec.models.files import JsonDict
+from coec.models.layout import BlockLayout, Site
+from coec.models.surgery import Cut, with_bias
+from coec.planning.plan import Plan
+from coec.reconstruction.block_training import step_tokens
+from coec.sizes import TRIED_TOKENS, first_windows
+from coec.solve import naming, solve_site
+from coec.streams.head import Head
+from coec.streams.layers import Layers, State
+from coec.streams.streams import BlockSums, Streams
+from coec.types import KeptSet
+
+_LEAST = 1e-4
+"""Lower bound on the cost of pruning a site, as a share of the mean. If pruning costs nothing that
+can be measured, the shape of a site's curve alone says how few units will do."""
+_RULE = {0.5: 2 / 3, 1.0: 1 / 6}
+"""Weights of derivatives, by the share of the way from the dense model to the pruned one at which
+they are taken: Simpson's rule, as they are 0 at the start."""
+_Parameters = tuple[Tensor, Tensor | None]
+"""Weight and bias of a consumer."""
+
+
+
+
+def importances(
+    plan: Plan, dense: Dense, windows: Int[Tensor, "n length"], progress: Progress | None
+) -> tuple[dict[str, Tensor], JsonDict]:
+    """Return the importance of every unit at the sites that share a budget, by `Site.key`, that of
+    the last unit to be removed first; no facts.
+
+    Raises:
+        NumericalError: statistics, weights or predictions are not finite.
+    """
+    streams, blocks = Streams(plan, dense, windows, pruned=False), plan.model.layout.blocks
+    sensitivity = parallel.lead_only(Sensitivity, dense, windows, plan)
+    curves: dict[str, Tensor] = {}
+    # Every block: sums → shapes of its curves → pruned consumers → all models advance
+    for block in blocks:
+        tensors, sums = streams.measure(block)
+        if sensitivity is not None and sums is not None:
+            consumers = _pruned_consumers(block, tensors, sums, plan, curves)
+            sensitivity.advance(block, tensors, consumers)
+        if progress:
+            progress("allocating", block.index + 1, len(blocks))
+    # Curves of all sites → heights, measured on the way back through the blocks
+    if sensitivity is not None:
+        curves = _scaled(curves, sensitivity.costs(progress), plan)
+    return curves, {}
+
+
+def _pruned_consumers(
+    block: BlockLayout,
+    tensors: Mapping[str, Tensor],
+    sums: BlockSums,
+    plan: Plan,
+    curves: dict[str, Tensor],
+) -> dict[str, "_Parameters"]:
+    """Return the consumers of a block as the uniform plan has them, in the dense shape; add the
+    curves of its sites.
+    """
+    consumers, shared = {}, {site.key for site in plan.shared}
+    for site in block.sites:
+        gram, units = sums.pop(site.name).gram(), None
+        if site.key in shared:
+            with naming(site.consumer):
+                gram.check_finite()
+                weight = tensors[site.weight].to(plan.device)
+                width = plan.widths.of(site)
+                curves[site.key], units = by_error(weight, gram, site.units, width, site.ranges)
+        if block.index not in plan.dropped:
+            written = tensors[site.weight].dtype
+            cut, _ = solve_site(site, tensors, gram, plan, units=units, written=written)
+            if cut.result is not None:
+                consumers[site.key] = _in_dense_shape(cut, tensors)
+    return consumers
+
+
+def _in_dense_shape(cut: Cut, tensors: Mapping[str, Tensor]) -> "_Parameters":
+    """Return a compensated consumer with its columns where they were, and 0 elsewhere."""
+    assert cut.result is not None
+    old, bias = tensors[cut.site.weight], tensors.get(cut.site.bias)
+    weight = torch.zeros(old.shape, dtype=cut.result.weight.dtype)
+    kept = cut.site.kept_columns(cut.units).indices.cpu()
+    weight[:, kept] = cut.result.weight.cpu()
+    if cut.result.bias is not None:
+        bias = with_bias(cut.result.bias.cpu(), bias)
+    return weight, bias
+
+
+def _scaled(
+    curves: dict[str, Tensor], costs: dict[str, float], plan: Plan
+) -> dict[str, Tensor]:
+    """Return the curves, each of the height measured at the uniform width, per parameter."""
+    measured_costs = {key: cost for key, cost in costs.items() if key in curves}
+    # A difference of few tokens may be negative; if none costs anything, all heights are alike.
+    floor = _LEAST * sum(map(abs, measured_costs.values())) / max(len(measured_costs), 1) or 1.0
+    sites: dict[str, Site] = {site.key: site for site in plan.model.layout.sites}
+    scaled = {}
+    for key, curve in curves.items():
+        # Nats at the uniform width over a unit's parameters: what a parameter there is worth.
+        height = max(costs.get(key, 0.0), floor) / parameters(sites[key], plan.model.shapes)
+        scaled[key] = torch.cat([curve[:1], curve[1:] * height])  # the first stays in any case
+    return scaled
+
+
+class Sensitivity:
+    """The dense model and models on the way to the pruned one, and what each pruned site costs.
+
+    On the way, every consumer is changed by the same share. All advance over a few windows, a block
+    at a time; hidden states before every block wait on the CPU, for the derivatives that `costs`
+    takes back, a block at a time as well.
+    """
+
+    def __init__(
+        self,
+        dense: Dense,
+        windows: Int[Tensor, "n length"],
+        plan: Plan,
+    ) -> None:
+        self._model, self._device, self._dtype = dense, plan.device, plan.forward
+        windows = first_windows(windows, TRIED_TOKENS)
+        batches = windows.split(step_tokens(windows.shape[1]) // windows.shape[1])
+        self._layers = Layers(dense, device=plan.device, dtype=plan.forward)
+        self._dense = self._layers.embed(batches, dense.tensor(dense.layout.embedding))
+        # All models share the embedding, so that their states begin as the same tensors.
+        self._changed = dict.fromkeys(_RULE, self._dense)
+        self._inputs: dict[int, dict[float, list[State]]] = {}
+        self._compensated: dict[int, dict[str, _Parameters]] = {}
+
+    @torch.no_grad()
+    def advance(
+        self,
+        block: BlockLayout,
+        tensors: Mapping[str, Tensor],
+        compensated: Mapping[str, _Parameters],
+    ) -> None:
+        """Run all models through the next block.
+
+        Args:
+            block: its layout.
+            tensors: its weights as stored, by full names.
+            compensated: the pruned consumers, by `Site.key`, of the sites from which anything goes.
+        """
+        self._layers.load(block, tensors)
+        compensated = {
+            key: (weight.to(self._dtype), None if bias is None else bias.to(self._dtype))
+            for key, (weight, bias) in compensated.items()
+        }
+        # Kept for the way back, which runs the block again to differentiate it.
+        self._inputs[block.index], self._compensated[block.index] = dict(self._changed), compensated
+        self._dense = [self._layers.advance(block.index, state) for state in self._dense]
+        for share, states in self._changed.items():
+            with self._replaced(block, compensated, share):
+                self._changed[share] = [self._layers.advance(block.index, s) for s in states]
+        self._layers.drop(block.index)
+
+    def costs(self, progress: Progress | None = None) -> dict[str, float]:
+        """Return what every pruned site costs, by `Site.key`, in nats per token.
+
+        All blocks have been advanced through.
+
+        Args:
+            progress: called with ("allocating on the way back", done, blocks).
+
+        Raises:
+            NumericalError: the pruned model predicts nothing finite.
+        """
+        head = Head(self._model, device=self._device, dtype=self._dtype)
+        # KL behind the last block → ∂KL/∂h, for both shares of the way
+        gradients: dict[float, list[Tensor]] = {}
+        divergence = torch.zeros((), device=self._device)
+        for share, states in self._changed.items():
+            gradients[share] = []
+            for state, dense in zip(states, self._dense, strict=True):
+                inputs = state.to(self._device).requires_grad_()
+                total = head.divergence(inputs, dense)
+                gradients[share] += torch.autograd.grad(total, inputs)
+                divergence = divergence + total.detach()
+        costs: dict[str, Tensor] = {}
+        blocks = self._model.layout.blocks
+        # ∂KL/∂h behind every block → before it; hooks add up the costs of its sites
+        for passed, block in enumerate(reversed(blocks), start=1):
+            self._back(block, gradients, costs)
+            if progress:
+                progress("allocating on the way back", passed, len(blocks))
+        sums = {key: float(cost) for key, cost in costs.items()}
+        if not math.isfinite(float(divergence) + math.fsum(sums.values())):
+            raise NumericalError(
+                "what pruning each site costs cannot be measured: the pruned model predicts "
+                "nothing finite; remove less, or leave by_block out"
+            )
+        tokens = sum(state.shape[0] * state.shape[1] for state in self._dense)
+        return {key: cost / tokens for key, cost in sums.items()}
+
+    def _back(
+        self, block: BlockLayout, gradients: dict[float, list[Tensor]], costs: dict[str, Tensor]
+    ) -> None:
+        """Take derivatives from behind a block to before it; add up the costs of its sites."""
+        self._layers.load(block, self._model.tensors(block))
+        compensated, inputs = self._compensated.pop(block.index), self._inputs.pop(block.index)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        costs |= dict.fromkeys(compensated, nothing)
+        for share, behind in gradients.items():
+            before = list[Tensor]()
+            with self._replaced(block, compensated, share) as dense, ExitStack() as hooks:
+                # Every pruned consumer notes the change of its output; its derivative follows.
+                for key, (module, parameters) in dense.items():
+                    noting = functools.partial(_note_cost, costs, key, parameters, share)
+                    hooks.callback(module.register_forward_hook(noting).remove)
+                for before_block, gradient in zip(inputs[share], behind, strict=True):
+                    state = before_block.to(self._device).requires_grad_()
+                    # h → F(h) → (∂F/∂h)ᵀ ∂KL/∂F(h)
+                    out = self._layers.call(self._layers.modules[block.index], block.index, state)
+                    before += torch.autograd.grad(out, state, gradient.to(out))
+            gradients[share] = before
+        self._layers.drop(block.index)
+
+    @contextmanager
+    def _replaced(
+        self, block: BlockLayout, compensated: Mapping[str, _Parameters], share: float
+    ) -> Iterator[dict[str, tuple[nn.Module, _Parameters]]]:
+        """Change consumers by a share of what pruning changes; yield the dense ones, by
+        `Site.key`.
+        """
+        sites = {site.key: site for site in block.sites if site.key in compensated}
+        modules: dict[str, Any] = {
+            key: self._layers.module(block, site.consumer) for key, site in sites.items()
+        }
+        dense = {key: (module, (module.weight, module.bias)) for key, module in modules.items()}
+        for key, module in modules.items():
+            weight, bias = compensated[key]
+            module.weight = self._between(module.weight, weight, share)
+            if bias is not None:
+                module.bias = self._between(module.bias, bias, share)
+        try:
+            yield dense
+        finally:
+            for key, module in modules.items():
+                module.weight, module.bias = dense[key][1]
+
+    def _between(self, dense: Tensor | None, pruned: Tensor, share: float) -> nn.Parameter:
+        pruned = pruned.to(self._device)
+        dense = torch.zeros_like(pruned) if dense is None else dense.detach()
+        return nn.Parameter(dense.lerp(pruned, share), requires_grad=False)
+
+
+def _note_cost(
+    costs: dict[str, Tensor],
+    key: str,
+    dense: _Parameters,
+    share: float,
+    _: nn.Module,
+    args: tuple[Tensor, ...],
+    out: Tensor,
+) -> None:
+    """Add ⟨derivative by a consumer's output, its whole change⟩, weighted, once that is known."""
+    # On the way by `share`, W is W₀ + share (W̃ − W₀): divided by it, the output's change is the
+    # whole one, δ = (W̃ − W₀) x.
+    change = (out.detach() - F.linear(args[0].detach(), *dense)) / share
+
+    def add(gradient: Tensor) -> None:
+        # The sum stays on the device: to read it would wait for it.
+        costs[key] = costs[key] + _RULE[share] * (gradient * change).sum(dtype=torch.float64)
+
+    out.register_hook(add)

@@ -1,0 +1,213 @@
+"""Calibration windows of a text, or of what the dense model itself writes.
+
+A text is read and checked before any work. What the model writes is made when it is needed, and so
+is its choice whether windows begin with the tokenizer's start.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from coec.calibration.tokens import Extent, Stream, load_tokenizer
+from coec.calibration.windows import (
+    CHOICE,
+    DEFAULT_SEQ_LEN,
+    Windows,
+    mixed,
+    resolve_seq_len,
+    sample_windows,
+    shares,
+    source_digest,
+    split_windows,
+    text_notes,
+    text_stream,
+    validation_count,
+)
+from coec.config.recipe import Recipe
+from coec.config.settings import nth_seed
+from coec.devices import hand_back
+from coec.errors import CalibrationError, NumericalError
+from coec.events import Progress
+from coec.models.dense import Dense
+from coec.models.files import JsonDict
+from coec.models.folder import tokenizer_digest
+from coec.planning.plan import Plan
+from coec.sizes import first_windows
+from coec.streams.head import Head
+from coec.streams.layers import Layers
+from coec.streams.self_text import sample_from_model, windows_that_fit
+
+MEASURED_TOKENS, _MEASURED_LENGTH = 2048, 512
+"""Tokens after a start on which it is measured, and of each window, at most; as many without."""
+
+
+class CalibrationWindows(NamedTuple):
+    """Token ids to fit on, and for validation; and the record of both."""
+
+    fit: Int[Tensor, "n length"]
+    validation: Int[Tensor, "h length"] | None
+    record: JsonDict
+
+
+@dataclass(frozen=True, eq=False)
+class CalibrationText:
+    """The text of a run, checked.
+
+    Attributes:
+        dense: the model, whose tokenizer reads it.
+        recipe: says which text, and how many windows.
+        drawn: windows without the tokenizer's start or with it, or both; none if the model writes.
+        start: number of tokens of the start.
+    """
+
+    dense: Dense
+    recipe: Recipe
+    drawn: list[Windows]
+    start: int = 0
+
+    @classmethod
+    def read(cls, dense: Dense, recipe: Recipe, progress: Progress | None) -> "CalibrationText":
+        """Read the text, and draw its windows.
+
+        Raises:
+            CoecError: it cannot be read, or is too short.
+        """
+        validation_count(recipe.samples, recipe.holdout)
+        seq_len = resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN)
+        sources = shares(recipe.calibration, recipe.samples)
+        if recipe.calibration == "self":
+            load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
+            return cls(dense, recipe, [])
+        streams = [
+            text_stream(
+                dense, source, recipe.text_column, Extent(CHOICE * samples * seq_len),
+                trust_remote_code=recipe.trust_remote_code, progress=progress,
+            )
+            for source, samples in sources
+        ]  # fmt: skip
+        # Ways of drawing: without the start, with it, or both for the dense model to choose from
+        start = min(len(stream.start) for stream in streams)
+        if recipe.bos == "on" and not start:
+            raise CalibrationError(
+                f"bos=on has no effect on '{recipe.calibration}': token ids are taken as they are, "
+                "and to other text this tokenizer may add no start; leave bos out"
+            )
+        ways = [recipe.bos == "on"]
+        if recipe.bos == "auto" and 0 < start < seq_len // 2:  # two tokens can be compared
+            ways = [False, True]
+        counts = [samples for _, samples in sources]
+        drawn = [_drawn(streams, counts, recipe, seq_len, bos=bos) for bos in ways]
+        return cls(dense, recipe, drawn, len(streams[0].start))
+
+    @property
+    def identity(self) -> JsonDict:
+        """What the windows depend on, JSON-ready; texts by digests of their content."""
+        return {
+            "calibration": source_digest(self.recipe.calibration),
+            "tokenizer": tokenizer_digest(self.dense.folder),
+        }
+
+    def made(self, plan: Plan, progress: Progress | None) -> tuple[dict[str, Tensor], JsonDict]:
+        """Return the windows, `input_ids`, and their record."""
+        windows = self._windows(plan, progress)
+        hand_back()  # what a text took, or the whole model
+        return {"input_ids": windows.ids}, windows.record()
+
+    def split(self, made: tuple[Any, JsonDict]) -> CalibrationWindows:
+        """Return what `made` returned, now or in an earlier run, as windows of both kinds."""
+        tensors, record = made
+        windows = Windows.of_record(tensors["input_ids"], record)
+        fit, validation = split_windows(windows, self.recipe.holdout, self.recipe.seed)
+        account = windows.record()
+        return CalibrationWindows(fit, validation, account | {"notes": text_notes(account)})
+
+    def _windows(self, plan: Plan, progress: Progress | None) -> Windows:
+        if not self.drawn:
+            return self._sampled(plan, progress)
+        if len(self.drawn) == 1:
+            return self.drawn[0]
+        plain, begun = self.drawn
+        on, off = start_entropies(self.dense, begun.ids, self.start, plan, progress)
+        if not (math.isfinite(on) and math.isfinite(off)):
+            raise NumericalError(
+                "whether the dense model predicts better after the tokenizer's start cannot be "
+                "measured: its predictions are not finite; set bos=on or bos=off"
+            )
+        return replace(begun if on < off else plain, bos_cross_entropy={"on": on, "off": off})
+
+    def _sampled(self, plan: Plan, progress: Progress | None) -> Windows:
+        """Sample the windows, for which alone the whole network is in memory."""
+        recipe, folder = self.recipe, self.dense.folder
+        try:
+            network = self.dense.network(plan.device, plan.forward, noted=True)
+            return sample_from_model(
+                network, load_tokenizer(folder, trust_remote_code=recipe.trust_remote_code),
+                samples=recipe.samples, seq_len=plan.seq_len, seed=recipe.seed,
+                at_once=windows_that_fit(self.dense, network, plan.seq_len), progress=progress,
+            )  # fmt: skip
+        except torch.OutOfMemoryError:
+            elsewhere = "" if plan.device.type == "cpu" else ", or device=cpu"
+            raise CalibrationError(
+                f"text cannot be sampled from the model: {plan.device} has no room for all of it: "
+                f"calibrate on a text, not on self{elsewhere}"
+            ) from None
+
+
+def _drawn(
+    streams: Sequence[Stream], counts: Sequence[int], recipe: Recipe, seq_len: int, *, bos: bool
+) -> Windows:
+    """Draw the windows of a calibration, each source's from its stream and with its own seed."""
+    several = len(streams) > 1
+    drawn = [
+        sample_windows(
+            stream, samples=samples, seq_len=seq_len, bos=bos, in_mixture=several,
+            seed=nth_seed(recipe.seed, number) if several else recipe.seed,
+        )
+        for number, (stream, samples) in enumerate(zip(streams, counts, strict=True))
+    ]  # fmt: skip
+    return mixed(drawn, str(recipe.calibration))
+
+
+@torch.no_grad()
+def start_entropies(
+    dense: Dense,
+    windows: Int[Tensor, "n length"],
+    start: int,
+    plan: Plan,
+    progress: Progress | None,
+) -> tuple[float, float]:
+    """Return the dense model's cross-entropy on a few windows' text, after its start and without.
+
+    Both are means over the same tokens, in nats. One block is in memory at a time.
+
+    Args:
+        dense: the model.
+        windows: token ids.
+        start: how many of them, in every window, are the tokenizer's start.
+        plan: says where and in which dtype.
+        progress: called with ("measuring bos", done, blocks).
+    """
+    length = min(_MEASURED_LENGTH, windows.shape[1] - start)
+    # Windows of the same text twice: after the start, and without it.
+    begun = first_windows(windows[:, :length], MEASURED_TOKENS)
+    plain = windows[: len(begun), start : start + length]
+    layers = Layers(dense, device=plan.device, dtype=plan.forward)
+    [states] = layers.embed([torch.cat([begun, plain])], dense.tensor(dense.layout.embedding))
+    for block in dense.layout.blocks:
+        layers.load(block, dense.tensors(block))
+        states = layers.advance(block.index, states)
+        layers.drop(block.index)
+        if progress:
+            progress("measuring bos", block.index + 1, len(dense.layout.blocks))
+    head = Head(dense, device=plan.device, dtype=plan.forward)
+    # As model and baseline, both over the text that follows the start.
+    prediction = head.predicted(
+        states[: len(begun), start:], states[len(begun) :, : length - start], begun[:, start:]
+    )
+    return prediction.cross_entropy, prediction.baseline_cross_entropy
