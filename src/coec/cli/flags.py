@@ -1,0 +1,161 @@
+"""Flags of the commands: made of the fields of settings, or declared one by one.
+
+The package is used from Python too, where nobody can pass a flag. So a message that tells what to
+change writes a keyword argument, `seq_len=64`, of which `spelled` makes `--seq-len 64`.
+"""
+
+import inspect
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+import typer
+
+from coec.config.settings import Described, Settings, described
+from coec.errors import OptionError, did_you_mean, first_line
+
+Values: TypeAlias = dict[str, Any]
+"""Arguments by their names."""
+_METAVARS: dict[Any, str] = {float: "X", int: "N", str: "TEXT", Path: "PATH"}
+"""What stands for a value in help; NAME if only some names are allowed."""
+
+
+class Flag(NamedTuple):
+    """A flag of a command.
+
+    Attributes:
+        name: as in Python.
+        type: of its value; None for a switch, which has no value.
+        text: its help.
+        heading: the heading under which help lists it.
+        metavar: what stands for a value in help.
+        names: values that are allowed: beside numbers, or alone.
+        callback: called if the switch is given, before anything else is read.
+    """
+
+    name: str
+    type: Any
+    text: str
+    heading: str = ""
+    metavar: str | None = None
+    names: tuple[str, ...] = ()
+    callback: Callable[[typer.Context, bool], None] | None = None
+
+    @classmethod
+    def of(cls, field: Described) -> "Flag":
+        """Return the flag of a field of settings."""
+        number = next((kind for kind in (bool, float, int) if kind in field.kinds), str)
+        is_text = str in field.kinds or Any in field.kinds
+        kind, names = (str, ()) if is_text else (number, field.names)
+        return cls(field.name, kind, field.text, field.heading, names=names)
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the parameter of the command's function."""
+        flag, is_switch = flag_of(self.name), self.type is None
+        forms = [flag] if is_switch else [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
+        only_names = bool(self.names) and self.type is str
+        metavar = "NAME" if only_names else "|".join((_METAVARS.get(self.type, ""), *self.names))
+        option = typer.Option(
+            *forms, help=self.text, show_default=False, rich_help_panel=self.heading or None,
+            metavar="" if forms else self.metavar or metavar,
+            parser=self._number_or_name if self.names and not only_names else None,
+            is_eager=self.callback is not None, callback=self.callback,
+        )  # fmt: skip
+        kind: Any = Literal[self.names] if only_names else self.type
+        annotation: Any = Annotated[bool if is_switch else kind | None, option]
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
+            annotation=annotation,
+        )  # fmt: skip
+
+    def _number_or_name(self, value: str) -> Any:
+        try:
+            return value if value in self.names else self.type(value)
+        except ValueError as error:
+            names = " or ".join(("a number", *self.names))
+            raise typer.BadParameter(f"'{value}' is not {names}") from error
+
+
+def switch(name: str, text: str, heading: str = "") -> Flag:
+    """Return a flag without a value."""
+    return Flag(name, None, text, heading)
+
+
+def argument(text: str, metavar: str) -> Any:
+    """Declare an argument by the name that help texts have for it."""
+    return typer.Argument(help=text, show_default=False, metavar=metavar)
+
+
+def flags_of(cls: type[Settings], *without: str) -> list[Flag]:
+    """Return the flags of all fields of settings but some."""
+    return [Flag.of(field) for field in described(cls) if field.name not in without]
+
+
+FLAGS: set[str] = set()
+"""Arguments that are a flag of some command; `with_flags` adds them."""
+
+
+def with_flags(*flags: Flag) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace `**flags` in a command's signature by a parameter for every flag."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature, parameters = inspect.signature(command), [flag.parameter() for flag in flags]
+        places = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        vars(command)["__signature__"] = signature.replace(parameters=[*places, *parameters])
+        command.__annotations__ |= {flag.name: flag.annotation for flag in parameters}
+        FLAGS.update(flag.name for flag in flags)
+        return command
+
+    return decorate
+
+
+def given(flags: Mapping[str, Any], names: Iterable[str]) -> Values:
+    """Return the flags of these names that the user gave."""
+    return {name: flags[name] for name in names if flags.get(name) is not None}
+
+
+def read_config(path: Path, names: Iterable[str]) -> Values:
+    """Return settings from a TOML file; dashes and underscores in keys are alike.
+
+    Raises:
+        OptionError: the file cannot be read, is not TOML, or holds something else than a setting.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"'{path}' is no TOML file that can be read: {first_line(error)}"
+        ) from error
+    settings = {key.replace("-", "_"): value for key, value in content.items()}
+    for name in settings:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise OptionError(f"'{path}' holds '{name}', which is no setting{hint}")
+    return settings
+
+
+_ARGUMENT = re.compile(
+    r"(?P<quoted>(?<!\w)'[^']*')"  # a path, or what the user wrote: left as it is
+    r"|^(?P<first>\w+)(?= must )"
+    r"|(?<![\w.])(?P<name>[a-z][a-z_]*)=(?P<value>\"[^\"]*\"|[\w.:/+-]*[\w/+-])"
+)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+def spelled(message: str) -> str:
+    """Write every argument of Python in a message as a flag: `force=True` is `--force`."""
+
+    def flag(match: re.Match[str]) -> str:
+        name = match["first"] or match["name"]
+        if name not in FLAGS:
+            return match[0]
+        value = (match["value"] or "True").strip('"')
+        return flag_of(name) if value == "True" else f"{flag_of(name)} {value}"
+
+    return _ARGUMENT.sub(flag, message)
