@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from coec.pipeline.report import Report
     from coec.planning import Plan
     from coec.planning.recipe import Recipe
-    from coec.recovery.recover import recover
+    from coec.recovery import recover
     from coec.streaming.statistics import Statistics
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
@@ -69,7 +69,7 @@ _MODULES = {
     "coec.pipeline.report": ("Report",),
     "coec.planning": ("Plan",),
     "coec.planning.recipe": ("Recipe",),
-    "coec.recovery.recover": ("recover",),
+    "coec.recovery": ("recover",),
     "coec.streaming.statistics": ("Statistics",),
     "coec.types": ("Gram", "KeptSet", "SiteProblem", "SiteResult"),
 }

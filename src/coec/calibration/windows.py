@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from coec.calibration.sources import Documents, is_named, mixture, read_parts
 from coec.calibration.tokens import (
+    PIECE,
     Extent,
     Stream,
     digest,
@@ -28,7 +30,7 @@ from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict, sha256
-from coec.settings import Calibration, Runtime
+from coec.settings import Calibration
 from coec.settings.fields import nth_seed
 
 DEFAULT_SEQ_LEN = 2048
@@ -38,6 +40,8 @@ CHOICE = 9
 
 `sources.HUB_CHARACTERS` is chosen by the same number, for the default recipe.
 """
+_CHARACTERS = 8
+"""Characters of a data set that are read for each token that is needed; English has about 4."""
 _VALIDATION = 0.25
 """Fraction of the windows that validate compensations where tokens are few."""
 
@@ -112,24 +116,21 @@ def text_notes(calibration: JsonDict) -> list[str]:
     return notes
 
 
-def by_source(calibration: Calibration) -> list[Calibration]:
-    """Return a calibration for every source of a mixture; itself where there is one source.
-
-    Windows are shared out by the largest remainder, at least one to every source. Each has a seed
-    of its own.
+def shares(source: Any, samples: int) -> list[tuple[Any, int]]:
+    """Share windows out to the sources of a mixture, at least one to each, by largest remainder.
 
     Raises:
         CalibrationError: it is no mixture that windows can be drawn of.
     """
-    source, samples, sources = calibration.source, calibration.samples, mixture(calibration.source)
+    sources = mixture(source)
     if len(sources) == 1:
-        return [calibration]
-    names, shares = zip(*sources, strict=True)
+        return [(source, samples)]
+    names, weights = zip(*sources, strict=True)
     if "self" in names:
         raise CalibrationError(
             f"'{source}' mixes a text with what the model writes: leave self out, or the texts"
         )
-    if not all(names) or not all(shares) or len(set(names)) < len(names):
+    if not all(names) or not all(weights) or len(set(names)) < len(names):
         raise CalibrationError(
             f"'{source}' is no mixture: write SOURCE=SHARE,SOURCE=SHARE, with every share above 0 "
             "and every source once"
@@ -141,15 +142,23 @@ def by_source(calibration: Calibration) -> list[Calibration]:
         )
     # Shares → whole numbers rounded down, one at least → one more or less where the remainder is
     # largest, until they add up
-    exact = [samples * share / sum(shares) for share in shares]
+    exact = [samples * weight / sum(weights) for weight in weights]
     counts = [max(1, int(count)) for count in exact]
     while missing := samples - sum(counts):
         step = 1 if missing > 0 else -1
         changeable = [number for number, count in enumerate(counts) if count + step]
         counts[max(changeable, key=lambda n: step * (exact[n] - counts[n]))] += step
+    return list(zip(names, counts, strict=True))
+
+
+def by_source(calibration: Calibration) -> list[Calibration]:
+    """Return a calibration for every source of a mixture, each with its share and its own seed."""
+    sources = shares(calibration.source, calibration.samples)
+    if len(sources) == 1:
+        return [calibration]
     return [
         replace(calibration, source=name, samples=count, seed=nth_seed(calibration.seed, number))
-        for number, (name, count) in enumerate(zip(names, counts, strict=True))
+        for number, (name, count) in enumerate(sources)
     ]
 
 
@@ -340,18 +349,43 @@ def window_length(calibration: Calibration, model: Description) -> int:
 
 def text_stream(
     dense: Dense,
-    calibration: Calibration,
-    runtime: Runtime,
+    source: Any,
+    column: str,
     extent: Extent,
+    *,
+    trust_remote_code: bool,
     progress: Progress | None,
 ) -> Stream:
-    """Read the tokens of the calibration text, or of a long one as many as the extent says."""
-    source = calibration.source
-    tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=runtime.trust_remote_code)
+    """Read the tokens of a text, or of a long one as many as the extent says."""
+    tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=trust_remote_code)
     if not (isinstance(source, Tensor) or is_token_file(source)):
         tokenizer()  # a folder without one is refused before the text is read
     stream = read_stream(
-        source, tokenizer, split="train", text_column=calibration.text_column, extent=extent,
-        progress=progress,
-    )  # fmt: skip
+        source, tokenizer, split="train", text_column=column, extent=extent, progress=progress
+    )
     return stream.within(dense.vocabulary)
+
+
+def windows_in_order(
+    dense: Dense,
+    source: Any,
+    column: str,
+    *,
+    count: int,
+    seq_len: int,
+    trust_remote_code: bool,
+    progress: Progress | None = None,
+) -> Windows:
+    """Cut the first `count` windows of a text, or all that it has; of a mixture, by its shares."""
+    cut = []
+    # Every source of a mixture gives at least one window.
+    for name, samples in shares(source, max(count, len(mixture(source)))):
+        tokens = samples * seq_len
+        extent = Extent(tokens, characters=_CHARACTERS * tokens, at_once=PIECE)
+        stream = text_stream(
+            dense, name, column, extent, trust_remote_code=trust_remote_code, progress=progress
+        )
+        windows = all_windows(stream, seq_len=seq_len)
+        cut.append(replace(windows, ids=windows.ids[:samples]))
+    windows = mixed(cut, str(source))
+    return replace(windows, ids=windows.ids[:count])

@@ -5,30 +5,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli import common
+from coec.cli.flags import argument, with_flags
 from coec.cli.progress import showing_progress
+from coec.cli.prune import flag_of_setting, settings_of
 from coec.settings import Calibration, Runtime
 
 if TYPE_CHECKING:
     from coec.streaming.statistics import Statistics
 
 
-@common.with_flags(
-    *Calibration.table(), *Runtime.table(), common.CONFIG_FILE, common.RESTART,
-    common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
+@with_flags(
+    *map(flag_of_setting, (*Calibration.table(), *Runtime.table())),
+    common.CONFIG_FILE, common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET, common.JSON,
 )  # fmt: skip
 def collect_command(
-    model: Annotated[str, common.argument("Model folder, or a hub name.", "MODEL")],
-    out: Annotated[Path, common.argument("Folder to make.", "STATS")],
+    model: Annotated[str, argument("Model folder, or a hub name.", "MODEL")],
+    out: Annotated[Path, argument("Folder to make.", "STATS")],
     **flags: Any,
 ) -> None:
     """Keep the statistics of MODEL's dense pass in STATS, for many prunings.
 
-    Give them to coec prune and coec sweep as --statistics STATS.
+    Give them to coec prune as --statistics STATS.
     """
     common.quieten()
     from coec.pipeline import collect as collecting
 
-    settings = common.settings_of(flags)
+    settings = settings_of(flags)
     with showing_progress(flags["quiet"]) as advance:
         statistics = collecting.collect(
             model, out, restart=flags["restart"], progress=advance, **settings

@@ -11,9 +11,10 @@ import typer
 
 from coec import settings
 from coec.cli import common
-from coec.cli.common import CommandFlag, switch
+from coec.cli.commands import HELP_ALL
+from coec.cli.flags import Flag, Values, argument, given, read_config, switch, with_flags
 from coec.cli.progress import showing_progress
-from coec.settings.fields import Settings
+from coec.settings.fields import Setting, Settings
 from coec.settings.parts import CHOOSING, PresetName
 
 if TYPE_CHECKING:
@@ -41,19 +42,47 @@ _WIDTHS = (
 """Names of widths in a report, and the words for them."""
 
 
+def _show_all(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta[HELP_ALL] = True
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+_HELP_ALL = switch(HELP_ALL, "Show every flag, and those of each compensation.")._replace(
+    callback=_show_all
+)
+
+
+def flag_of_setting(row: Flag | Setting) -> Flag:
+    """Return the flag of a setting; options of a compensation have a heading of their own."""
+    if isinstance(row, Flag):
+        return row
+    kind, names = (str, row.kind) if isinstance(row.kind, tuple) else (row.kind or str, row.words)
+    heading = f"Options of --compensation {', '.join(row.methods)}" if row.methods else ""
+    return Flag(row.name, kind, row.text, heading, names=names)
+
+
+def settings_of(flags: Mapping[str, Any]) -> Values:
+    """Combine the settings of a file and the flags, which win."""
+    content = read_config(flags["config"], settings.NAMES) if flags["config"] else {}
+    content |= given(flags, (name for name in flags if name in settings.NAMES))
+    return content | {"trust_remote_code": flags["trust_remote_code"]}
+
+
 _RUNNING = (
     common.CONFIG_FILE,
-    CommandFlag(
+    Flag(
         "statistics", Path,
         "Folder that `coec collect` wrote: replaces the dense pass, and sets calibration.",
     ),
     common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE,
-    common.QUIET, common.JSON, common.HELP_ALL,
+    common.QUIET, common.JSON, _HELP_ALL,
 )  # fmt: skip
 """Options of both commands besides settings."""
 
 
-_RECOVER = CommandFlag(
+_RECOVER = Flag(
     "recover", str,
     "Train the result on so many tokens of the calibration text, such as 300k or 20M, before "
     "it is written to OUT, as `coec recover` does.", metavar="TOKENS",
@@ -73,20 +102,20 @@ _MORE: dict[str, type[Settings]] = {
 """Headings that only `--help-all` has, and the settings under each."""
 
 
-def _arranged(*rows: common.Option) -> list[CommandFlag]:
+def _arranged(*rows: Flag | Setting) -> list[Flag]:
     """Return flags under their headings, those of the first screen first."""
     details = {heading: [row.name for row in members.table()] for heading, members in _MORE.items()}
     details["More: where to run"] += ["statistics", "restart"]
     # Flags that a heading lists, in its order; then all others as they come.
-    flags = {row.name: CommandFlag.of(row) for row in rows}
+    flags = {row.name: flag_of_setting(row) for row in rows}
     placed = [
-        flags.pop(name)._replace(panel=heading)
+        flags.pop(name)._replace(heading=heading)
         for heading, names in {**HEADINGS, **details}.items() for name in names if name in flags
     ]  # fmt: skip
     return [*placed, *flags.values()]
 
 
-@common.with_flags(
+@with_flags(
     *_arranged(
         *settings.RECIPE,
         _RECOVER,
@@ -96,12 +125,10 @@ def _arranged(*rows: common.Option) -> list[CommandFlag]:
     )
 )
 def prune_command(
-    model: Annotated[
-        str, common.argument("Model folder (or its config.json), or a hub name.", "MODEL")
-    ],
+    model: Annotated[str, argument("Model folder (or its config.json), or a hub name.", "MODEL")],
     out: Annotated[
         str | None,
-        common.argument("Folder to make; --dry-run needs none.", "OUT"),
+        argument("Folder to make; --dry-run needs none.", "OUT"),
     ] = None,
     **flags: Any,
 ) -> None:
@@ -117,7 +144,7 @@ def prune_command(
     common.quieten()
     from coec.pipeline import prune as pruning
 
-    chosen = common.settings_of(flags)
+    chosen = settings_of(flags)
     if out is None or flags["dry_run"]:
         plan = pruning.plan(model, statistics=flags["statistics"], **chosen)
         _show_plan(plan, model, out, flags, tokens)
@@ -128,7 +155,7 @@ def prune_command(
             _show_report(pruning.prune(model, out, **running), flags)
             return
         from coec.cli.recover import recovery_lines
-        from coec.recovery.recover import prune_and_recover
+        from coec.recovery import prune_and_recover
 
         with common.noting():
             report = prune_and_recover(model, out, tokens, **running)
@@ -136,7 +163,7 @@ def prune_command(
     common.show({"out": report.out, **report.as_dict()}, lines, flags["json"])
 
 
-@common.with_flags(
+@with_flags(
     *_arranged(
         *(row for row in settings.RECIPE if row.name not in CHOOSING),
         switch("dry_run", "Print the plan; the weights of both are read for it."),
@@ -145,13 +172,9 @@ def prune_command(
     )
 )
 def compensate_command(
-    model: Annotated[
-        str, common.argument("Model folder before it was pruned, or a hub name.", "DENSE")
-    ],
-    pruned: Annotated[str, common.argument("Model that another program pruned.", "PRUNED")],
-    out: Annotated[
-        Path | None, common.argument("Folder to make; --dry-run needs none.", "OUT")
-    ] = None,
+    model: Annotated[str, argument("Model folder before it was pruned, or a hub name.", "DENSE")],
+    pruned: Annotated[str, argument("Model that another program pruned.", "PRUNED")],
+    out: Annotated[Path | None, argument("Folder to make; --dry-run needs none.", "OUT")] = None,
     **flags: Any,
 ) -> None:
     """Compensate DENSE for the units that another program removed in PRUNED, and write OUT.
@@ -165,7 +188,7 @@ def compensate_command(
     from coec.pipeline import prune as pruning
     from coec.planning.recipe import Recipe
 
-    chosen = common.settings_of(flags)
+    chosen = settings_of(flags)
     # A run reads the kept units itself; a plan reads the weights of both models for them.
     if out is not None and not flags["dry_run"]:
         with showing_progress(flags["quiet"]) as advance:
@@ -190,8 +213,8 @@ def _check_recover(flags: Mapping[str, Any]) -> None:
         )
 
 
-def _handling(flags: Mapping[str, Any]) -> common.Values:
-    return common.given(flags, ("statistics", "force", "restart"))
+def _handling(flags: Mapping[str, Any]) -> Values:
+    return given(flags, ("statistics", "force", "restart"))
 
 
 def _show_plan(
@@ -224,8 +247,8 @@ def _show_plan(
     if tokens is not None:
         from coec.cli.recover import ways_to_train
         from coec.models.description import Description
+        from coec.recovery import settings_like
         from coec.recovery.job import check_alone
-        from coec.recovery.recover import settings_like
 
         check_alone(plan.model)
         pruned = Description.of(plan.output.config)
@@ -351,9 +374,9 @@ def _ten_minutes(report: "Report") -> str:
     """Say what ten minutes of training would be here, and what training gave a real model."""
     import torch
 
+    from coec.config.recovery import KNOWN_GAIN, Recovery
     from coec.devices import at_hand, product_rate
     from coec.recovery import plan
-    from coec.settings.recovery import KNOWN_GAIN, Recovery
 
     device, tokens = at_hand(torch.device(report.environment["device"])), 10**6
     way = plan.footprints(report.model, report.out, Recovery(tokens=tokens), device, None)[0]

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coec.errors import OptionError, did_you_mean
 
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 _BITS = 64
 """Bits of the largest whole number; generators of random numbers take no larger seed."""
 
@@ -60,10 +61,10 @@ class Settings(BaseModel):
             raise OptionError(_one_line(error, type(self).model_fields)) from None
         object.__setattr__(self, "__pydantic_fields_set__", set(settings))
 
-    def record(self) -> dict[str, Any]:
-        """Return all settings by name, ready for JSON; a function by its own name."""
+    def record(self, *without: str) -> dict[str, Any]:
+        """Return all settings but some by name, ready for JSON; a function by its own name."""
         return self.model_dump(
-            mode="json", warnings=False,
+            mode="json", exclude=set(without), warnings=False,
             fallback=lambda value: getattr(value, "__name__", type(value).__name__),
         )  # fmt: skip
 

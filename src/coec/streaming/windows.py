@@ -142,7 +142,12 @@ def _streams(
         # One reading serves all calibrations of a sweep: as long as the longest needs.
         most_tokens = max(portion.samples * window_length(portion, dense) for portion in alike)
         extent = Extent(CHOICE * most_tokens)
-        streams.append(text_stream(dense, alike[0], runtime, extent, progress))
+        streams.append(
+            text_stream(
+                dense, alike[0].source, alike[0].text_column, extent,
+                trust_remote_code=runtime.trust_remote_code, progress=progress,
+            )
+        )  # fmt: skip
     return streams
 
 
