@@ -23,7 +23,7 @@ def collect_command(
 ) -> None:
     """Keep the statistics of MODEL's dense pass in STATS, for many prunings.
 
-    Give them to coec prune and coec sweep as --statistics STATS.
+    Give them to coec prune as --statistics STATS.
     """
     common.quieten()
     from coec.pipeline import collect as collecting

@@ -7,14 +7,12 @@ from typer.core import TyperCommand
 
 import coec
 from coec.cli import common
-from coec.cli.analyze import analyze_command
 from coec.cli.collect import collect_command
 from coec.cli.evaluate import eval_command
 from coec.cli.export import export_command
 from coec.cli.methods import methods_command
 from coec.cli.prune import compensate_command, prune_command
 from coec.cli.recover import recover_command
-from coec.cli.sweep import report_command, sweep_command
 
 _DETAIL = ("More: ", "Options of --compensation")
 """How headings begin that the first screen of help leaves out."""
@@ -30,11 +28,7 @@ _EXAMPLES = {
     "eval": ("coec eval OUT --baseline MODEL", "coec eval OUT --tasks seven --limit 200"),
     "export": ("coec export OUT model.gguf --dtype q8_0",
                "coec export OUT model.gguf --context 8192"),
-    "sweep": ("coec sweep main RESULTS --model MODEL --dry-run",
-              "coec sweep grid.toml RESULTS --executor ray"),
-    "analyze": ("coec analyze DENSE PRUNED", "coec analyze MODEL --config-only"),
     "methods": ("coec methods", "coec methods --json"),
-    "report": ("coec report RESULTS", "coec report RESULTS --json"),
 }  # fmt: skip
 
 
@@ -64,7 +58,7 @@ app = typer.Typer(
 )
 for _command in (
     prune_command, compensate_command, recover_command, collect_command, eval_command,
-    export_command, sweep_command, analyze_command, methods_command, report_command,
+    export_command, methods_command,
 ):  # fmt: skip
     _name = _command.__name__.removesuffix("_command")
     _epilog = "\n\n".join(("Examples:", *_EXAMPLES[_name]))
