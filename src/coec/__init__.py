@@ -3,7 +3,7 @@
 `prune` works on checkpoints, `compensate` on plain tensors, and `compensate_pruned` on what another
 program pruned; `recover` trains a pruned model a little. `plan` looks ahead, and `collect` keeps
 the statistics of a dense pass for many prunings; `export` writes what other programs read.
-`perplexity`, `zero_shot`, `geometry`, `speed` and `efficiency` measure.
+`perplexity` measures.
 """
 
 from importlib import import_module
@@ -14,10 +14,7 @@ from coec.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from coec.compensation import Method, compensate
-    from coec.evaluation.efficiency import efficiency, speed
-    from coec.evaluation.geometry import geometry
     from coec.evaluation.perplexity import perplexity
-    from coec.evaluation.zero_shot import zero_shot
     from coec.exporting.export import Export, export
     from coec.pipeline.collect import collect
     from coec.pipeline.compensate import compensate_pruned, infer_kept
@@ -44,24 +41,17 @@ __all__ = [
     "collect",
     "compensate",
     "compensate_pruned",
-    "efficiency",
     "export",
-    "geometry",
     "infer_kept",
     "perplexity",
     "plan",
     "prune",
     "recover",
-    "speed",
-    "zero_shot",
 ]
 
 _MODULES = {
     "coec.compensation": ("Method", "compensate"),
-    "coec.evaluation.efficiency": ("efficiency", "speed"),
-    "coec.evaluation.geometry": ("geometry",),
     "coec.evaluation.perplexity": ("perplexity",),
-    "coec.evaluation.zero_shot": ("zero_shot",),
     "coec.exporting.export": ("Export", "export"),
     "coec.pipeline.collect": ("collect",),
     "coec.pipeline.compensate": ("compensate_pruned", "infer_kept"),

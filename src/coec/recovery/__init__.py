@@ -109,9 +109,9 @@ def prune_and_recover(
     check_text(dense, recovery, planned.seq_len, trust=trust)
     if planned.decided:
         check_plan(dense, Description.of(planned.output.config), recovery)
-    pruning = {name: str(value) for name, value in recipe.record().items() if name != "device"}
+    asked = {name: str(value) for name, value in recipe.record().items() if name != "device"}
     identity: JsonDict = {
-        "pruning": pruning | {"kept": None if recipe.kept is None else recipe.kept.digest},
+        "pruning": asked | {"kept": None if recipe.kept is None else recipe.kept.digest},
         "recovery": identity_of(recovery), "dense": dense.fingerprint,
         "tokenizer": tokenizer_digest(dense.folder),
     }  # fmt: skip
