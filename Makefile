@@ -4,14 +4,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo $$p && break; done)
 BIN := .venv/bin
-CODE := src tests tools benchmarks
+CODE := src tests tools benchmarks experiments
 
 # The matrices here are small: one thread is about as fast as two, and does not spin at barriers
 # while another process holds the core, which costs a factor of ten (docs/lab/LOG.md).
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow crash fuzz ray gguf chains docs dist lint check format bench real results results-beyond clean
+.PHONY: help demo test slow crash fuzz ray gguf chains docs dist lint check format real clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ help:  ## this list
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: .venv/ready  ## prune a bundled model five ways, compare, plot
+demo: .venv/ready  ## prune a bundled model seven ways, and compare
 	@$(BIN)/python -m coec.demo
 
 # A process for every core up to four; more would wait for the longest test.
@@ -32,7 +32,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; n = min(os.cpu_count() or 1, 4); pri
 test: .venv/ready  ## the test suite
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-slow: .venv/ready  ## what test leaves out: long runs, less usual models, many cases, a browser, a GPU, lm-eval's command
+slow: .venv/ready  ## what test leaves out: long runs, less usual models, many cases, a browser, a GPU
 	@$(BIN)/python -m pytest -m "(many or browser or gpu or slow) and not (crash or fuzz or llama_cpp or chains or ray)" -n $(WORKERS) --dist worksteal
 
 crash: .venv/ready  ## runs that are killed and go on, which test leaves out too (COEC_CRASH_RUNS each)
@@ -103,26 +103,8 @@ format: .venv/ready  ## mend format and what lint can mend
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
 
-# The peers that bench measures against, on top of the rest.
-.venv/ready-bench: .venv/ready
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	@touch $@
-
-bench: .venv/ready-bench  ## speed against peers and floors; parts need ../shared or a GPU (hours)
-	@$(BIN)/python -m benchmarks.run
-
 real: .venv/ready  ## the presets and their peers on a real model, docs/lab/RESULTS.md (needs ../shared; fetches 93 MB; hours)
 	@$(BIN)/python -m benchmarks.real
-
-results: .venv/ready  ## the paper's experiments on small trained models, docs/lab/SMALL_MODELS.md (needs ../shared)
-	@$(BIN)/coec sweep benchmarks/grids/small-models.toml results
-	@$(BIN)/coec report results
-	@$(BIN)/coec sweep benchmarks/grids/zero-shot.toml results-zero-shot
-	@$(BIN)/coec report results-zero-shot
-
-results-beyond: .venv/ready  ## the presets beside every compensation, docs/lab/SMALL_MODELS.md (needs ../shared; hours)
-	@$(BIN)/coec sweep benchmarks/grids/beyond.toml results-beyond
-	@$(BIN)/coec report results-beyond
 
 clean:  ## remove the environments, what the demo wrote, and what docs and dist made
 	@rm -rf .venv .venv-gguf .venv-chains .venv-docs .venv-dist dist site demo-output

@@ -5,7 +5,6 @@ function or one contract, and not where whole models are pruned: everything thos
 its own. `COEC_TYPECHECK=1` checks everywhere. What a marker means is in pyproject.toml.
 """
 
-import functools
 import gc
 import os
 import random
@@ -34,7 +33,7 @@ CHECKED = ("linalg", "selection", "compensation", "contracts", "models", "calibr
            "test_types.py", "test_exact_cases.py")  # fmt: skip
 """Where annotations are checked, but for tests marked `unchecked`."""
 
-LONG = ("test_demo.py", "test_sweep.py", "test_fuzz.py", "test_zero_shot.py")
+LONG = ("test_demo.py", "test_fuzz.py", "test_paper.py")
 """Files with tests of five seconds and more; the many short ones then fill up the cores."""
 
 transformers_logging.disable_progress_bar()
@@ -97,28 +96,6 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("needs the project's shared models and texts (../shared), which are not here")
     return SHARED
-
-
-TASKS = ("arc", "glue/rte", "hellaswag", "openbookqa", "ruler", "super_glue/boolq", "wikitext",
-         "winogrande")  # fmt: skip
-"""Folders of lm-eval's task definitions; reading all of them takes every process ten seconds."""
-
-
-@functools.cache
-def _few_tasks():
-    from lm_eval import tasks
-
-    from coec.evaluation.harness import quiet
-
-    folders = [Path(tasks.__file__).parent / name for name in TASKS]
-    with quiet():
-        return tasks.TaskManager(include_path=folders, include_defaults=False)
-
-
-@pytest.fixture
-def few_tasks(monkeypatch):
-    """lm-eval's own definitions of the paper's tasks and a few others, instead of all."""
-    monkeypatch.setattr("coec.evaluation.harness.official_tasks", _few_tasks)
 
 
 @pytest.fixture

@@ -19,12 +19,11 @@ from coec.cli.commands import app
 from coec.cli.common import measuring, named
 from coec.cli.signals import END_SIGNALS
 from coec.compensation import COMPENSATIONS
-from coec.evaluation.geometry import RANKS
 from coec.evaluation.perplexity import EVALUATION_SEQ_LEN
 from coec.models.architectures import ARCHITECTURES
 from coec.selection import SELECTIONS
 from coec.settings.recovery import KNOWN_GAIN
-from outcomes import WORK, check_refused, raising, signalled, succeeded
+from outcomes import check_refused, raising, signalled, succeeded
 
 WINDOWS = ("--samples", 24, "--seq-len", 32)
 NONE = ("--preset", "paper", "--compensation", "none")
@@ -64,8 +63,8 @@ def test_no_arguments_show_the_help(run):
 
 USAGES = {
     "prune": "MODEL [OUT]", "compensate": "DENSE PRUNED [OUT]", "recover": "DENSE PRUNED [OUT]",
-    "collect": "MODEL STATS", "eval": "MODEL", "export": "MODEL OUT.gguf", "sweep": "GRID [OUT]",
-    "analyze": "MODEL [PRUNED]", "methods": "", "report": "OUT",
+    "collect": "MODEL STATS", "eval": "MODEL", "export": "MODEL OUT.gguf",
+    "methods": "",
 }  # fmt: skip
 
 
@@ -264,8 +263,7 @@ def test_wrong_usage_is_status_2(arguments, run):
 
 @pytest.mark.parametrize(
     "flags",
-    ["--limit 3", "--batch-size 3", "--tasks-data folder", "--tasks boolq --baseline dense",
-     "--tasks boolq --max-windows 3", "--samples 3", "--text text.txt --seed 3",
+    ["--samples 3", "--text text.txt --seed 3",
      "--text self --max-windows 3"],
 )  # fmt: skip
 def test_flags_that_would_not_be_heard_are_wrong_usage(flags, dense, run):
@@ -357,62 +355,6 @@ def test_a_recipe_file_holds_settings_alone(command, dense, run, tmp_path):
         check_refused(run(command, *places, "--config", tmp_path / "r.toml"), said)
 
 
-@pytest.fixture
-def tasks(tmp_path, few_tasks):
-    """Flags that name a task whose data is here."""
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    rows = [{"passage": "", "question": f"is {n} even", "label": 1 - n % 2} for n in range(5)]
-    (folder / "boolq.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return "--tasks", "boolq", "--tasks-data", folder
-
-
-def test_tasks_are_a_table(dense, run, tasks):
-    out, _ = succeeded(run("eval", dense, *tasks))
-    assert "boolq" in out
-    assert "mean of the metrics in bold" in out
-    assert "perplexity" not in out
-
-
-def test_perplexity_comes_with_tasks_only_where_a_text_is_named(dense, run, perplexity, tasks):
-    flags = (*tasks, "--limit", 3, "--batch-size", 2, "--json")
-    out, _ = succeeded(run("eval", dense, *flags))
-    assert json.loads(out).keys() == {"zero_shot"}
-    both = json.loads(perplexity(dense, *flags)[1])
-    assert both.keys() == {"perplexity", "zero_shot"}
-    alone = json.loads(perplexity(dense, "--json")[1])
-    assert alone.keys() == both["perplexity"].keys()
-    assert alone["perplexity"] == both["perplexity"]["perplexity"]
-    scores = both["zero_shot"]
-    assert (scores["limit"], scores["batch_size"], scores["seq_len"]) == (3, 2, 32)
-    assert scores["tasks"]["boolq"]["items"] == 3
-
-
-def test_tasks_and_their_data_are_checked_before_the_perplexity_is_measured(
-    dense, perplexity, tasks, monkeypatch
-):
-    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", raising(WORK))
-    (tasks[-1] / "boolq.jsonl").write_text('{"passage": "", "question": "is it", "label": -1}')
-    for flags, said in (
-        (("--tasks", "boolc"), "did you mean boolq"),
-        (tasks, "no right answer in column 'label'"),
-    ):
-        check_refused(perplexity(dense, *flags), said)
-
-
-def test_what_was_measured_is_shown_when_the_tasks_fail(dense, run, tasks):
-    """An answer that is longer than the window shows only when the tasks are asked."""
-    pairs = tm.token_file(tasks[-1] / "pairs.npy", rows=30, length=2)
-    flags = (*tasks, "--text", pairs, "--seq-len", 2)
-    status, out, err = run("eval", dense, *flags, "--json")
-    assert status == 1
-    assert err.splitlines()[-1].startswith("coec: an answer has 4 tokens, more than --seq-len 2")
-    assert json.loads(out).keys() == {"perplexity"}
-    status, out, _ = run("eval", dense, *flags)
-    assert status == 1
-    assert "perplexity" in out
-
-
 def test_evaluation_on_the_calibration_text_is_noted(dense, tokens, prune, perplexity, tmp_path):
     other = tm.token_file(tmp_path / "other.npy", rows=12)
     prune(*NONE)
@@ -459,10 +401,8 @@ def test_help_imports_nothing_heavy(arguments):
 
 def test_defaults_in_help_are_those_of_the_functions():
     """Of the flags that are no field."""
-    defaults = {("analyze", f"rank_{site}"): rank for site, rank in RANKS.items()}
-    for (command, name), default in (defaults | {("eval", "seq_len"): EVALUATION_SEQ_LEN}).items():
-        annotation = inspect.signature(COMMANDS[command]).parameters[name].annotation
-        assert f"Default: {default}" in annotation.__metadata__[0].help, (command, name)
+    annotation = inspect.signature(COMMANDS["eval"]).parameters["seq_len"].annotation
+    assert f"Default: {EVALUATION_SEQ_LEN}" in annotation.__metadata__[0].help
 
 
 def test_code_of_a_tokenizer_is_refused_by_its_flag(dense, run, text, tmp_path, monkeypatch):

@@ -30,12 +30,8 @@ def place(dense, tmp_path):
     (tmp_path / "seed.toml").write_text("seed = " + "9" * 100)
     (tmp_path / "trust.toml").write_text("trust-remote-code = true")
     (tmp_path / "options.toml").write_text("options = [1]")
-    (tmp_path / "many.toml").write_text(
-        f"samples = {list(range(1, 999))}\nseed = {list(range(999))}"
-    )
     (tmp_path / "latin.toml").write_bytes(b'selection = "\xff"')
     (tmp_path / "huge.toml").write_text("# " + "x" * 10_000_001)
-    (tmp_path / "trusting.toml").write_text("[evaluate]\ntrust_remote_code = true")
     (tmp_path / "surrogate.jsonl").write_text('{"text": "\\udfff"}')
     np.save(tmp_path / "truth.npy", np.ones((24, 32), dtype=bool))
     tm.token_file(tmp_path / "tokens.npy")
@@ -54,7 +50,6 @@ TABLES = tomllib.loads(Path(__file__).with_name("odd_commands.toml").read_text(e
 LINES = [(f"{start} {end}", said) for start, table in TABLES.items() for end, said in table.items()]
 
 
-@pytest.mark.usefixtures("few_tasks")
 @pytest.mark.parametrize(("line", "match"), LINES)
 def test_one_line_and_status_1(line, match, run, place):
     before = sorted(os.listdir(place))

@@ -48,7 +48,6 @@ def test_of_other_phases_there_is_a_line_every_half_minute():
 
 
 def test_a_phase_that_begins_once_more_is_timed_anew():
-    """As the dense pass of every group of a sweep."""
     first = [(60 * n, "calibrating", n + 1, 100) for n in range(100)]
     second = [(6000 + 60 * n, "calibrating", n + 1, 100) for n in range(3)]
     assert told(*first, *second)[-2:] == [

@@ -43,19 +43,16 @@ import inspect, json, sys
 from coec.settings import NAMES, OPTIONS
 before = "torch" in sys.modules
 from coec.cli.prune import prune_command
-from coec.experiments.grid import Grid
 from coec.planning.recipe import Recipe
 from tools import tables
 recipe = Recipe(preset="paper", extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
-(grid,) = Grid.read(sys.argv[1])
 print(json.dumps({
     "document": tables.settings(),
     "torch": before,
     "help": [flags[n].annotation.__metadata__[0].help for n in ("extra_turns", "extra_text")],
     "record": recipe.record(),
     "default": Recipe(preset="paper").record(),
-    "grid": [grid.axes, grid.fixed],
 }))
 """
 
@@ -74,23 +71,20 @@ def grown(tmp_path_factory) -> dict:
                 f"\n{line}", f"\n{line.partition(before)[0]}{name}: {added}\n{line}"
             )
         path.write_text(text, encoding="utf-8")
-    grid = root / "grid.toml"
-    grid.write_text('extra-turns = [1, 2]\nextra-text = "maybe"\n')
     ran = subprocess.run(
-        [sys.executable, "-c", ASK, str(grid)], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", ASK], capture_output=True, text=True, check=False,
         env=os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{DOCUMENT.parents[1]}"},
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
 
-def test_one_field_is_a_flag_a_row_of_the_document_and_a_key_of_recipes_and_grids(grown):
+def test_one_field_is_a_flag_a_row_of_the_document_and_a_key_of_recipes(grown):
     assert grown["help"] == ["Turns more. Default: 3.", "More text. Default: no."]
     assert "| `extra_turns` | whole number | `3` | Turns more. |" in grown["document"]
     assert "| `extra_text` | text | `no` | More text. |" in grown["document"]
     for record, values in ((grown["record"], (5, "yes")), (grown["default"], (3, "no"))):
         assert (record["options"]["extra_turns"], record["extra_text"]) == values
-    assert grown["grid"] == [{"extra_turns": [1, 2]}, {"extra_text": "maybe"}]
     assert grown["torch"] is False  # settings are known without it
 
 

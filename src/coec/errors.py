@@ -52,10 +52,6 @@ class NumericalError(CoecError):
     """Numbers that must be finite are not, and no safeguard could help."""
 
 
-class ResultsError(CoecError):
-    """The results of a sweep cannot be read."""
-
-
 def check_installed(
     purpose: str, install: str, *packages: str, kind: type[CoecError] = OptionError
 ) -> None:

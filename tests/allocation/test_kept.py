@@ -13,8 +13,6 @@ import coec
 import tiny_models as tm
 from coec.allocation.kept import KEPT, KeptUnits
 from coec.errors import OptionError, UnfinishedError
-from coec.experiments.grid import expand
-from coec.experiments.sweep import sweep
 from coec.pipeline import solve as solving
 from coec.planning import Plan
 from coec.planning.recipe import Recipe
@@ -258,29 +256,6 @@ def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeyp
     coec.prune(dense, tmp_path / "out", kept=other, **how)
     stored = load_file(tmp_path / "out" / KEPT)
     assert stored["layers.0.mlp"].tolist() == UNITS["mlp"]
-
-
-@pytest.mark.slow
-def test_a_grid_names_files_and_knows_them_by_their_content(dense, tokens, tmp_path, monkeypatch):
-    """A relative path is relative to where the command runs, as those of texts are."""
-    monkeypatch.chdir(tmp_path)
-    save_units(of_all(), tmp_path / "one.json")
-    save_units(of_all(mlp=[*range(27)]), tmp_path / "two.json")
-    (tmp_path / "grid.toml").write_text(
-        f'kept = ["one.json", "two.json"]\ncalibration = "{tokens}"\nsamples = 24\nseq-len = 32\n'
-        f'compensation = "none"\n[[models]]\npath = "{dense}"\n'
-        f'[evaluate]\ntext = "{tokens}"\nseq_len = 32\n'
-    )
-    cells = expand("grid.toml")
-    summary = sweep(cells, tmp_path / "rows")
-    rows = [json.loads(line) for line in (tmp_path / "rows/results.jsonl").open()]
-    assert summary.failed == 0
-    assert [row["settings"].get("kept") for row in rows] == [None, "one.json", "two.json"]
-    digests = [KeptUnits.read(name).digest for name in ("one.json", "two.json")]
-    assert [row["identity"]["kept units"] for row in rows] == [None, *digests]
-    shutil.copy("two.json", "one.json")
-    with pytest.raises(coec.CoecError, match="the kept units of 'model' is another one than"):
-        sweep(cells, tmp_path / "rows")
 
 
 def test_a_folder_says_what_its_units_are(dense, tokens, tmp_path):

@@ -1,6 +1,5 @@
 """On a Ray cluster as in one process: the same files, whatever befalls a node or the driver."""
 
-import json
 import os
 import signal
 import subprocess
@@ -17,8 +16,6 @@ from coec.distributed import cluster as module
 from coec.distributed.cluster import Cluster, shared_folder
 from coec.distributed.ray_group import RayGroup
 from coec.errors import OptionError
-from coec.experiments.grid import expand
-from coec.experiments.sweep import sweep
 from outcomes import one_line
 from places import SHARED
 
@@ -153,24 +150,6 @@ def test_statistics_of_a_cluster_are_those_of_one_process(cluster, tmp_path):
     for name, where in (("here", {}), ("there", {"executor": "ray", "workers": 2})):
         coec.collect(MODEL, tmp_path / name, **settings, **where)
     assert weights(tmp_path / "here") == weights(tmp_path / "there")
-
-
-def test_the_cells_of_a_sweep_are_tasks(cluster, tmp_path):
-    grid = tmp_path / "grid.toml"
-    grid.write_text(
-        "preset = 'paper'\nsamples = 8\nseq_len = 128\nrounds = 1\nsparsity = [0.2, 0.3]\n"
-        "evaluate = { seq_len = 128, max_windows = 2 }\n"
-        f'[[models]]\npath = "{SMALL}"\ncalibration = "{STORIES}"\n'
-        f'evaluate = {{ text = "{STORIES}" }}\n'
-    )
-    rows = {}
-    for name, where in (("here", {}), ("there", {"executor": "ray"})):
-        summary = sweep(expand(str(grid)), tmp_path / name, **where)
-        assert (summary.done, summary.failed) == (3, 0)
-        lines = (tmp_path / name / "results.jsonl").read_text().splitlines()
-        found = map(json.loads, lines)
-        rows[name] = [(row["cell"], row["perplexity"]["perplexity"]) for row in found]
-    assert rows["here"] == rows["there"]
 
 
 def test_a_node_that_computes_otherwise_or_sees_something_else_is_named(

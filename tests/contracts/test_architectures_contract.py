@@ -179,8 +179,8 @@ def test_a_compensation_behind_fewer_heads_is_the_masked_model(
     settings = {**CONTRACT, **HEADS, "calibration": tokens, "compensation": compensation}
     coec.prune(models[variant], tmp_path / "out", **settings)
     check_that_a_written_checkpoint_is_the_masked_model(models[variant], tmp_path / "out")
-    rows = coec.geometry(models[variant], tmp_path / "out", ranks={"attention": 4, "mlp": 4})
-    attention = [row for row in rows if row["site"] == "attention"]
+    record = json.loads((tmp_path / "out/coec.json").read_text())
+    attention = [row for row in record["sites"] if row["site"] == "attention"]
     assert [row["units_after"] for row in attention] == [4, 4]
 
 

@@ -23,23 +23,12 @@ COMMANDS = {
     "reconstruct": ("prune", "model", "out", *HOW, "--preset", "best", "--reconstruct", "1",
                 "--prediction-passes", "1", "--holdout", "0.3"),
     "collect": ("collect", "model", "out", *HOW, "--holdout", "0.3"),
-    "sweep": ("sweep", "grid.toml", "out"),
     "recover": ("recover", "model", "small", "out", "--text", "text.txt", "--seq-len", "48",
                 "--batch-size", "16", "--tokens", "4k"),
 }  # fmt: skip
 """Each makes `out`."""
 FORCED = ("replace",)
 
-GRID = """preset = "paper"
-samples = 6
-seq_len = 48
-calibration = "text.txt"
-evaluate = { text = "other.txt", seq_len = 48, max_windows = 4 }
-[[variants]]
-compensation = ["none", "rcpu"]
-[[models]]
-path = "model"
-"""
 TIMES = ("seconds", "peak_memory_bytes", "timings")
 """What a run need not have in common with another, by the name it has in any record."""
 
@@ -63,7 +52,6 @@ class Place:
         text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")
         for file, start in {"text.txt": 0, "other.txt": 40_000}.items():
             (self.root / file).write_text(text[start : start + 20_000], encoding="utf-8")
-        (self.root / "grid.toml").write_text(GRID)
         if "stats" in self.argv:
             assert self.send(("collect", "model", "stats", *HOW))["status"] == 0, self.log()
         if name == "recover":

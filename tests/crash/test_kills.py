@@ -14,7 +14,7 @@ from runs import COMMANDS, FORCED, RUNS, spread
 PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace", "reconstruct")
 STATUS = {"kill": -9, "power": -9, "term": 143}
 FEW = {
-    "prune": ("kill", 4), "replace": ("power", 2), "collect": ("term", 2), "sweep": ("kill", 2),
+    "prune": ("kill", 4), "replace": ("power", 2), "collect": ("term", 2),
     "reconstruct": ("kill", 1),
 }  # fmt: skip
 """Boundaries of each command in every run of the suite."""
@@ -34,7 +34,7 @@ def _end_and_go_on(here, wanted, solved, **how):
         assert answer["status"] == STATUS[how["what"]], here.log()
     before, done = here.recorded(), here.finished(wanted)
     answer = here.run()
-    if done and here.name not in (*FORCED, "sweep"):
+    if done and here.name not in FORCED:
         assert (answer["status"], "make room" in here.log()) == (1, False), here.log()
         assert any(said in here.log() for said in ("is not empty", "exists: choose")), here.log()
     else:

@@ -1,7 +1,5 @@
 """Evaluation windows that begin with the tokenizer's start where the model needs it."""
 
-import json
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -11,8 +9,6 @@ import tiny_models as tm
 from coec.errors import OptionError
 from coec.evaluation import perplexity as module
 from coec.evaluation.settings import TextEvaluation
-from coec.experiments.grid import expand
-from coec.experiments.sweep import sweep
 from coec.models.dense import Dense
 
 SEQ_LEN = 16
@@ -89,28 +85,3 @@ def test_a_tokenizer_without_a_start_has_none_to_put(text, tmp_path):
     assert not measured(plain, text).bos
     with pytest.raises(OptionError, match="bos=on has no effect here"):
         measured(plain, text, bos="on")
-
-
-@pytest.mark.parametrize("needed", [False, True])
-def test_cells_of_a_grid_begin_where_the_dense_model_needs_it(
-    needed, dense, text, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(module, "_needs_start", lambda *given: needed)
-    (tmp_path / "grid.toml").write_text(
-        f"""
-        preset = "paper"
-        compensation = "none"
-        calibration = {str(text)!r}
-        samples = 4
-        seq_len = 16
-        sparsity = [0.3]
-        [evaluate]
-        text = {str(text)!r}
-        seq_len = 16
-        [[models]]
-        path = {str(dense)!r}
-        """
-    )
-    sweep(expand(str(tmp_path / "grid.toml")), tmp_path / "out")
-    rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").open()]
-    assert [row["perplexity"]["bos"] for row in rows] == [needed, needed]

@@ -31,13 +31,9 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 import coec
-import sweep_rows
 import tiny_models as tm
 from coec.allocation.kept import KEPT
 from coec.errors import CoecError
-from coec.experiments.files import Store
-from coec.experiments.grid import expand
-from coec.experiments.reporting.report import write_report
 from coec.planning.recipe import Recipe, read_settings
 from prunings import interrupt
 
@@ -68,12 +64,6 @@ def originals(root: Path) -> None:
         'preset = "paper"\nsparsity = 0.3\nselection = "flap"\nalpha = 0.8\nrounds = 2\nseed = 1\n'
         'rotation = "left"\n'
     )
-    (root / "grid.toml").write_text(
-        'samples = 8\nseed = [0, 1]\n[evaluate]\ntext = "t.txt"\nseq_len = 16\n[[variants]]\n'
-        'label = "hot"\ncompensation = "coec"\nalpha = [0.8, 1.0]\n[[models]]\npath = "m"\n'
-    )
-    rows = [row for row in sweep_rows.sweep() if row["grids"]]
-    sweep_rows.write(root / "results", rows[:8] + rows[-40::8])
 
 
 def measured(model: Path, text: Path) -> None:
@@ -152,17 +142,6 @@ def tokenizer_files(here: Path) -> list[Path]:
     return [here / "dense" / name for name in ("tokenizer.json", "tokenizer_config.json")]
 
 
-def geometry(here: Path) -> None:
-    for row in coec.geometry(here / "dense", here / "pruned"):
-        assert math.isfinite(row["discrepancy"]), row
-
-
-def report(folder: Path) -> None:
-    Store(folder)
-    written = write_report(folder)
-    assert all(path.stat().st_size for path in written.files)
-
-
 Case = tuple[tuple[str, ...], Callable[[Path], list[Path]], Callable[[Path], Any]]
 """Folders and files that are copied, which of them may be spoiled, and what is done with them."""
 
@@ -189,20 +168,17 @@ CASES: dict[str, Case] = {
     ),
     "journal": (("dense", "tokens.npy", "whole", "out.partial"), journal_files, resumed),
     "kept set": (
-        ("dense", "pruned"),
-        lambda p: [p / "pruned" / KEPT, p / "pruned/coec.json"], geometry,
+        ("dense", "tokens.npy", "pruned"),
+        lambda p: [p / "pruned" / KEPT, p / "pruned/coec.json"],
+        lambda p: pruned(p, p / "dense", kept=p / "pruned"),
     ),
     "record": (
         ("pruned", "tokens.npy"), lambda p: [p / "pruned/coec.json"],
         lambda p: measured(p / "pruned", p / "tokens.npy"),
     ),
-    "grid": (("grid.toml",), lambda p: [p / "grid.toml"], lambda p: expand(str(p / "grid.toml"))),
     "recipe": (
         ("recipe.toml",), lambda p: [p / "recipe.toml"],
         lambda p: Recipe(**read_settings(p / "recipe.toml")).record(),
-    ),
-    "results": (
-        ("results",), lambda p: [p / "results/results.jsonl"], lambda p: report(p / "results"),
     ),
     **{
         name: (

@@ -178,7 +178,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-@pytest.mark.parametrize("door", ["prune", "perplexity", "efficiency of nothing"])
+@pytest.mark.parametrize("door", ["prune", "perplexity", "open"])
 def test_what_pruning_refuses_evaluation_refuses(case, door, model, tmp_path):
     """An evaluation of a tensor that is not there would measure random numbers."""
     change, changes, match = DAMAGE[case]
@@ -190,7 +190,7 @@ def test_what_pruning_refuses_evaluation_refuses(case, door, model, tmp_path):
     run = {
         "prune": lambda: coec.prune(model, tmp_path / "out", **pruning),
         "perplexity": lambda: coec.perplexity(model, ids, seq_len=8),
-        "efficiency of nothing": lambda: Dense.open(model),
+        "open": lambda: Dense.open(model),
     }[door]
     with one_line(ModelError, match=match):
         run()

@@ -202,13 +202,6 @@ def test_a_model_of_own_widths_is_pruned_again_and_its_code_replaced(prune, tmp_
     assert not (tmp_path / "out/modeling_non_uniform.py").exists()
 
 
-def test_the_cache_is_counted_block_by_block(dense, prune, tmp_path):
-    prune(kept=OWN, non_uniform=True)
-    cost = coec.efficiency(Dense.open(dense), Dense.open(tmp_path / "out"))
-    assert cost.pruned.kv_cache_bytes_per_token == 2 * (3 + 1) * 4 * 4
-    assert cost.dense.kv_cache_bytes_per_token == 2 * (4 + 4) * 4 * 4
-
-
 @pytest.mark.parametrize("target", ["hf", "vllm"])
 def test_a_killed_run_goes_on_behind_its_allocation(target, prune, tmp_path, monkeypatch):
     own = {"allocation": "error", "non_uniform": True, "target": target}

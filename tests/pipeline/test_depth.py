@@ -274,12 +274,10 @@ def test_a_family_whose_blocks_do_not_propagate_is_told_to_train(tokens, tmp_pat
         coec.plan(model, preset="fast", drop_blocks=1, statistics=stats)
 
 
-def test_a_model_of_fewer_blocks_is_compared_trained_and_exported(tokens, tmp_path):
+def test_a_model_of_fewer_blocks_is_trained_and_exported(tokens, tmp_path):
     model = deep("llama", tmp_path / "dense")
     settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}
-    report = coec.prune(model, tmp_path / "out", **settings, drop_blocks=2)
-    compared = {int(row["module"].split(".")[2]) for row in coec.geometry(model, tmp_path / "out")}
-    assert compared == set(range(5)) - set(report.plan["dropped_blocks"])
+    coec.prune(model, tmp_path / "out", **settings, drop_blocks=2)
     coec.recover(
         model, tmp_path / "out", tmp_path / "trained", text=tokens, tokens=2048, seq_len=32,
         learning_rate=3e-3, batch_size=8,

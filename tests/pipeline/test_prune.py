@@ -437,9 +437,6 @@ def test_a_model_is_opened_once_and_built_once_for_each_of_its_forms(
     opened.clear()
     coec.perplexity(out, tokens, baseline=dense, seq_len=32)
     assert opened == {"out": 1, dense.name: 1}
-    opened.clear()
-    coec.geometry(dense, out)
-    assert opened == {"out": 1, dense.name: 1}
 
 
 def test_sampled_text_needs_no_further_opening(dense, opened, prune):

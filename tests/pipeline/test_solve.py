@@ -111,6 +111,5 @@ def test_the_command_says_what_became_of_experts(dense, tokens, tmp_path, run):
     assert "expert error" in made
     assert FEW in said
     assert "--preset best" not in made  # it is refused for these blocks
-    analyzed, _ = succeeded(run("analyze", dense, tmp_path / "out", "--no-speed", "--json"))
-    rows = json.loads(analyzed)["geometry"]["modules"]
+    rows = json.loads((tmp_path / "out/coec.json").read_text())["sites"]
     assert sum(row["site"] == "expert" for row in rows) == 8

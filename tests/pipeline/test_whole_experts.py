@@ -6,16 +6,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError, UnfinishedError
-from coec.evaluation.pair import ModelPair
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
+from coec.types import KeptSet
 from outcomes import succeeded
 from prunings import interrupt
 
@@ -148,20 +148,23 @@ def test_the_others_are_narrowed_as_if_none_had_gone(variant, models, tokens, tm
     both = {"sparsity": 0.3, "expert_sparsity": 0.25, "calibration": tokens}
     report = coec.prune(models[variant], tmp_path / "both", **TEXT, **both)
     coec.prune(models[variant], tmp_path / "narrow", **TEXT, **{**both, "expert_sparsity": 0})
-    narrow = Dense.open(tmp_path / "narrow")
-    pair = ModelPair.open(models[variant], tmp_path / "both")
-    masked = silence(tm.load(models[variant]), load_file(tmp_path / "both/coec/kept.safetensors"))
+    narrow, pruned = Dense.open(tmp_path / "narrow"), Dense.open(tmp_path / "both")
+    kept = load_file(tmp_path / "both/coec/kept.safetensors")
+    masked = silence(tm.load(models[variant]), kept)
     with torch.no_grad():
-        for site in pair.layout.sites:
-            written = pair.pruned.tensor(pair.smaller[site.key].weight)
+        blocks = Dense.open(models[variant]).layout.blocks
+        experts = [KeptSet(kept[block.experts_key], block.router.stop) for block in blocks]
+        left = [site for block, ids in zip(blocks, experts) for site in block.remaining(ids)]
+        for site, smaller in zip(left, pruned.layout.sites, strict=True):
+            written = pruned.tensor(smaller.weight)
             assert torch.equal(written, narrow.tensor(site.weight))
             weight = tm.consumer(masked, site)
             spread = torch.zeros_like(weight)
-            spread[:, site.kept_columns(pair.units[site.key]).indices] = written
+            spread[:, site.kept_columns(KeptSet(kept[site.key], site.units)).indices] = written
             weight.copy_(spread)
     logits = tm.logits(tm.load(tmp_path / "both"))
     torch.testing.assert_close(logits, tm.logits(masked), rtol=0, atol=1e-10)
-    assert report.plan["parameters"]["after"] == pair.pruned.parameters
+    assert report.plan["parameters"]["after"] == pruned.parameters
 
 
 def test_of_less_than_one_expert_none_goes(mixtral, tmp_path):
@@ -319,11 +322,7 @@ def test_commands_say_what_became_of_whole_experts(models, tokens, tmp_path, run
     record = json.loads((tmp_path / "out/coec.json").read_text())
     assert record["recipe"]["expert_sparsity"] == 0.25
     assert record["plan"]["removed"]["expert"] == pytest.approx(1 - 3 / 4 * 32 / 40)
-    analyzed, _ = succeeded(
-        run("analyze", models["mixtral"], tmp_path / "out", "--no-speed", "--json")
-    )
-    rows = json.loads(analyzed)["geometry"]["modules"]
-    assert sum(row["site"] == "expert" for row in rows) == 6
+    assert sum(row["site"] == "expert" for row in record["sites"]) == 6
     flags = ["--baseline", models["mixtral"], "--text", tokens, "--seq-len", "32"]
     evaluated, _ = succeeded(run("eval", tmp_path / "out", *flags, "--json"))
     assert json.loads(evaluated)["ratio"] > 0
@@ -341,24 +340,3 @@ def test_what_reads_kept_units_refuses_whole_experts_in_one_line(mixtral, models
                                expert_sparsity=0.25)  # fmt: skip
     with pytest.raises(ModelError, match="mixtral"):
         coec.export(tmp_path / "out", tmp_path / "out.gguf")
-
-
-def test_trained_experts_are_not_taken_for_copies_whatever_their_numbers(mixtral, models, tmp_path):
-    mixtral(tmp_path / "out", expert_sparsity=0.25, reconstruct=1, reconstruct_rate=0.05)
-    pair = ModelPair.open(models["mixtral"], tmp_path / "out")
-    experts = [site for site in pair.layout.sites if site.routed]
-    assert any(site.name.endswith("3") for site in experts)  # of another number where three stay
-    assert not any(pair.reads_the_same(site) for site in experts)
-
-
-def test_kept_experts_that_do_not_fit_are_refused(mixtral, models, tmp_path):
-    mixtral(tmp_path / "out", expert_sparsity=0.25)
-    path = tmp_path / "out/coec/kept.safetensors"
-    kept = load_file(path)
-    for experts, text in (
-        (torch.tensor([0, 1, 7]), r"layers\.0\.experts in .* does not fit the dense model"),
-        (torch.tensor([0, 1]), "of a model with another number of experts"),
-    ):
-        save_file(kept | {"layers.0.experts": experts}, path)
-        with pytest.raises(ModelError, match=text):
-            ModelPair.open(models["mixtral"], tmp_path / "out")

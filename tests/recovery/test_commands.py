@@ -14,9 +14,6 @@ import coec
 import tiny_models as tm
 from coec.errors import OptionError, UnfinishedError
 from coec.events import recording
-from coec.experiments.files import Store
-from coec.experiments.grid import expand
-from coec.experiments.sweep import sweep
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.pipeline.report import Report
@@ -26,7 +23,6 @@ from coec.settings.recovery import Recovery
 module = importlib.import_module("coec.recovery.recover")
 PRUNING = {"samples": 24, "seq_len": 32, "preset": "fast", "propagate": False}
 FLAGS = ("--tokens", 2048, "--seq-len", 32, "--batch-size", 8)
-BUDGETS = "recover = [0, 1000]\nsamples = 24\nseq_len = 32\n"
 
 
 def same_weights(a, b):
@@ -186,31 +182,6 @@ def test_the_command_prunes_and_recovers(run, pruned_and_recovered, dense, token
     assert "MLP channels" in out
     assert "KL to dense" in out
     assert same_weights(tmp_path / "out", pruned_and_recovered[0])
-
-
-def test_a_grid_recovers_its_cells(pruned_and_recovered, dense, tokens, tmp_path):
-    (tmp_path / "grid.toml").write_text(
-        f'preset = "fast"\npropagate = false\ncalibration = "{tokens}"\n{BUDGETS}'
-        f'evaluate = {{ text = "{tokens}", seq_len = 32, distance = true }}\n'
-        f'[[models]]\npath = "{dense}"\n'
-    )
-    sweep(expand(str(tmp_path / "grid.toml")), tmp_path / "out")
-    rows = [row.record for row in Store(tmp_path / "out").rows.values()]
-    by_budget = {row["settings"].get("recover"): row["perplexity"]["kl"] for row in rows}
-    assert by_budget.keys() == {None, 1000}
-    told = coec.perplexity(pruned_and_recovered[0], tokens, baseline=dense, seq_len=32)
-    assert by_budget[1000] == pytest.approx(told.kl, rel=1e-5)
-
-
-def test_a_grid_that_trains_needs_its_packages_before_it_starts(
-    dense, tokens, tmp_path, monkeypatch
-):
-    (tmp_path / "grid.toml").write_text(
-        f'calibration = "{tokens}"\n{BUDGETS}[[models]]\npath = "{dense}"\n'
-    )
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(OptionError, match="training needs accelerate: pip install"):
-        expand(str(tmp_path / "grid.toml"))
 
 
 LAUNCH = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"

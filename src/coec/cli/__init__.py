@@ -47,7 +47,6 @@ def _run() -> None:
         _say("an argument is empty: leave it out, or say what is meant")
         sys.exit(2)
     from coec.cli.commands import app
-    from coec.cli.common import spelled
     from coec.errors import CoecError
 
     try:
@@ -55,6 +54,8 @@ def _run() -> None:
     except BaseException as error:
         _end_by_signal(error)
         if isinstance(error, CoecError):
+            from coec.cli.flags import spelled
+
             _fail(spelled(str(error)), error)
         if isinstance(error, (MemoryError, RuntimeError)):
             _fail_without_memory(error)

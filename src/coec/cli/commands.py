@@ -1,40 +1,64 @@
-"""The commands, put together: names, help, completion."""
+"""The commands, put together: names, help, completion.
 
-from typing import Annotated, Any
+A command's module is imported when the command is called: `coec --help` needs only this one.
+"""
+
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 import coec
-from coec.cli import common
-from coec.cli.analyze import analyze_command
-from coec.cli.collect import collect_command
-from coec.cli.evaluate import eval_command
-from coec.cli.export import export_command
-from coec.cli.methods import methods_command
-from coec.cli.prune import compensate_command, prune_command
-from coec.cli.recover import recover_command
-from coec.cli.sweep import report_command, sweep_command
 
+HELP_ALL = "help_all"
+"""Parameter of commands with many flags; its name in a context says that it was given."""
 _DETAIL = ("More: ", "Options of --compensation")
 """How headings begin that the first screen of help leaves out."""
-_EXAMPLES = {
-    "prune": ("coec prune MODEL OUT --sparsity 0.3",
-              "coec prune MODEL OUT --preset best --recover 20M"),
-    "compensate": ("coec compensate DENSE PRUNED OUT --preset best",
-                   "coec compensate DENSE PRUNED OUT --calibration my-text.txt"),
-    "recover": ("coec recover DENSE PRUNED OUT --text my-text.txt --tokens 20M",
-                "coec recover DENSE PRUNED --lora 16 --dry-run"),
-    "collect": ("coec collect MODEL STATISTICS --samples 128",
-                "coec collect MODEL STATISTICS --calibration my-text.txt"),
-    "eval": ("coec eval OUT --baseline MODEL", "coec eval OUT --tasks seven --limit 200"),
-    "export": ("coec export OUT model.gguf --dtype q8_0",
-               "coec export OUT model.gguf --context 8192"),
-    "sweep": ("coec sweep main RESULTS --model MODEL --dry-run",
-              "coec sweep grid.toml RESULTS --executor ray"),
-    "analyze": ("coec analyze DENSE PRUNED", "coec analyze MODEL --config-only"),
-    "methods": ("coec methods", "coec methods --json"),
-    "report": ("coec report RESULTS", "coec report RESULTS --json"),
+
+
+class Entry(NamedTuple):
+    """A command: the module of its function, one line of help, and examples."""
+
+    module: str
+    help: str
+    examples: tuple[str, str]
+
+
+COMMANDS = {
+    "prune": Entry(
+        "prune", "Prune MODEL and write the smaller dense model to OUT.",
+        ("coec prune MODEL OUT --sparsity 0.3",
+         "coec prune MODEL OUT --preset best --recover 20M"),
+    ),
+    "compensate": Entry(
+        "prune", "Compensate what another program pruned from DENSE; write the result to OUT.",
+        ("coec compensate DENSE PRUNED OUT --preset best",
+         "coec compensate DENSE PRUNED OUT --calibration my-text.txt"),
+    ),
+    "recover": Entry(
+        "recover", "Train PRUNED to predict as DENSE does, and write the best state to OUT.",
+        ("coec recover DENSE PRUNED OUT --text my-text.txt --tokens 20M",
+         "coec recover DENSE PRUNED --lora 16 --dry-run"),
+    ),
+    "collect": Entry(
+        "collect", "Keep the statistics of MODEL's dense pass in STATS, for many prunings.",
+        ("coec collect MODEL STATISTICS --samples 128",
+         "coec collect MODEL STATISTICS --calibration my-text.txt"),
+    ),
+    "eval": Entry(
+        "evaluate", "Measure the token perplexity of MODEL, and its distance from a baseline.",
+        ("coec eval OUT --baseline MODEL", "coec eval OUT --text my-text.txt --bos off"),
+    ),
+    "export": Entry(
+        "export", "Write MODEL as one GGUF file, for llama.cpp and programs that use it.",
+        ("coec export OUT model.gguf --dtype q8_0",
+         "coec export OUT model.gguf --context 8192"),
+    ),
+    "methods": Entry(
+        "methods", "List presets, selections, compensations and architectures.",
+        ("coec methods", "coec methods --json"),
+    ),
 }  # fmt: skip
 
 
@@ -49,26 +73,43 @@ class _Command(TyperCommand):
         options: list[Any] = self.params
         for option in options:
             heading = getattr(option, "rich_help_panel", None) or ""
-            option.hidden = heading.startswith(_DETAIL) and not ctx.meta.get(common.HELP_ALL.name)
+            option.hidden = heading.startswith(_DETAIL) and not ctx.meta.get(HELP_ALL)
         super().format_help(ctx, formatter)
 
 
+def command_of(name: str) -> Any:
+    """Import a command, and return it as typer has it."""
+    entry = COMMANDS[name]
+    function = getattr(import_module(f"coec.cli.{entry.module}"), f"{name}_command")
+    alone = typer.Typer(**_SETTINGS, add_completion=False)
+    epilog = "\n\n".join(("Examples:", *entry.examples))
+    alone.command(name, cls=_Command, epilog=epilog)(function)
+    return typer.main.get_command(alone)
+
+
+class _Group(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Replace the line of help by the command itself."""
+        if args[0] in COMMANDS:
+            self.commands[args[0]] = command_of(args[0])
+        return super().resolve_command(ctx, args)
+
+
+_SETTINGS: dict[str, Any] = {
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
 app = typer.Typer(
     name="coec",
+    cls=_Group,
     help="Training-free structured pruning of large language models.",
     epilog="What a pruning would take: coec prune MODEL --sparsity 0.3 --dry-run\n\n"
     "Then do it: coec prune MODEL OUT --sparsity 0.3",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **_SETTINGS,
 )
-for _command in (
-    prune_command, compensate_command, recover_command, collect_command, eval_command,
-    export_command, sweep_command, analyze_command, methods_command, report_command,
-):  # fmt: skip
-    _name = _command.__name__.removesuffix("_command")
-    _epilog = "\n\n".join(("Examples:", *_EXAMPLES[_name]))
-    app.command(_name, cls=_Command, epilog=_epilog)(_command)
+for _name, _entry in COMMANDS.items():
+    app.command(_name, help=_entry.help)(lambda: None)
 
 
 @app.callback(invoke_without_command=True)

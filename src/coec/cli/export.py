@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli import common
-from coec.cli.common import CommandFlag, argument, given, switch, with_flags
+from coec.cli.flags import Flag, argument, given, switch, with_flags
 from coec.cli.progress import showing_progress
 from coec.exporting import GGUF_DTYPES
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from coec.exporting.export import Export
 
 _FLAGS = (
-    CommandFlag(
-        "dtype", GGUF_DTYPES,
+    Flag(
+        "dtype", str,
         "Dtype of matrices: f32, f16, bf16 or q8_0. Default: the one that the weights are stored "
-        "in.",
+        "in.", names=GGUF_DTYPES,
     ),
-    CommandFlag(
+    Flag(
         "context", int,
         "Tokens that the file says the model takes. Default: max_position_embeddings.",
     ),
@@ -40,7 +40,9 @@ def export_command(
     from coec.exporting.export import export
 
     with showing_progress(flags["quiet"]) as advance:
-        written = export(model, out, progress=advance, **given(flags, _FLAGS))
+        written = export(
+            model, out, progress=advance, **given(flags, (flag.name for flag in _FLAGS))
+        )
     common.show(written.as_dict(), _lines(written), flags["json"])
 
 

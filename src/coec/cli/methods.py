@@ -6,7 +6,8 @@ from typing import Any
 
 from rich.text import Text
 
-from coec.cli.common import JSON, show, with_flags
+from coec.cli.common import JSON, show
+from coec.cli.flags import with_flags
 from coec.settings import Preset
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from coec.config.options import OPTIONS_OF
-from coec.config.settings import Settings, setting, without_effect
+from coec.config.settings import DtypeName, Settings, setting, without_effect
 from coec.errors import OptionError
 
 SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "magnitude", "random"]
@@ -16,7 +16,6 @@ CompensationName = Literal["coec", "rcpu", "bias", "least-squares", "ridge-to-sl
 PresetName = Literal["paper", "fast", "balanced"]
 TargetName = Literal["hf", "vllm", "llama.cpp"]
 AttentionUnits = Literal["groups", "heads", "auto"]
-DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
 StartRule = Literal["auto", "on", "off"]
 DEFAULT_PRESET: PresetName = "balanced"
 HOLDOUT = 0.125

@@ -1,11 +1,10 @@
-"""Demo: the bundled model with every compensation on the same kept units, and preset `best`.
+"""Demo: the bundled model pruned by every compensation on the same kept units, and by two presets.
 
-There is no data here: calibration and evaluation text are sampled from the dense model itself,
-under different seeds, so perplexities compare methods and are no WikiText numbers.
+There is no data here: calibration and evaluation text are sampled from the dense model, with
+different seeds, so perplexities compare methods and are no WikiText numbers.
 """
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,109 +13,79 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coec import CoecError
-from coec.allocation.kept import KEPT
 from coec.calibration.tokens import load_tokenizer
 from coec.cli.common import quieten, results, table
 from coec.cli.progress import showing_progress
-from coec.demo.plot import draw
-from coec.errors import check_installed
-from coec.evaluation.perplexity import Perplexity, perplexity
-from coec.pipeline.collect import collect
+from coec.evaluation.perplexity import perplexity
 from coec.pipeline.prune import prune
-from coec.pipeline.report import Report
 from coec.streaming.self_text import sample_from_model
 
 MODEL = Path(__file__).parent / "model"
-METHODS = ("none", "bias", "least-squares", "rcpu", "coec")
-BEST: dict[str, Any] = {
-    "preset": "best", "reconstruct": 1, "prediction_passes": 1, "kv_groups": "uniform",
-}  # fmt: skip
-"""One pass, and the sizes of the other models."""
+METHODS: dict[str, dict[str, Any]] = {
+    name: {"preset": "paper", "compensation": name}
+    for name in ("none", "bias", "least-squares", "rcpu", "coec")
+}
+PRESETS: dict[str, dict[str, Any]] = {name: {"preset": name} for name in ("fast", "balanced")}
 SPARSITY = 0.3
 WINDOWS, SEQ_LEN = 32, 256
 CALIBRATION_SEED, EVALUATION_SEED = 0, 1
 PROMPT = "The film was released in"
+HEADS = ("", "perplexity", "KL to dense", "same token", "parameters", "seconds")
 
 
 def run(
-    out: Annotated[Path, typer.Option(help="Folder for the checkpoints and the plot.")] = Path(
-        "demo-output"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoints.")] = Path("demo-output"),
 ) -> None:
-    """Run the demo: five compensations, `best`, a table, checkpoints, a continuation, a plot."""
+    """Prune the bundled model seven ways, and compare the results."""
     quieten()
-    check_installed("the demo's picture", "'coec[demo]'", "matplotlib")  # before the work
     results.print(
-        f"A trained Llama of 3 M parameters; {SPARSITY:.0%} of its MLP channels and KV groups go.\n"
-        "Calibration and evaluation text: sampled from the dense model itself (two seeds).\n"
+        f"A trained Llama of 3 M parameters; {SPARSITY:.0%} of its MLP channels are removed.\n"
+        "Calibration and evaluation text: sampled from the dense model (two seeds).\n"
     )
-    text = _evaluation_text()
+    calibration, text = (_sampled(seed) for seed in (CALIBRATION_SEED, EVALUATION_SEED))
     settings: dict[str, Any] = {
-        "preset": "paper", "sparsity": SPARSITY, "calibration": "self", "samples": WINDOWS,
-        "seq_len": SEQ_LEN, "seed": CALIBRATION_SEED,
+        "sparsity": SPARSITY, "calibration": calibration, "samples": WINDOWS, "seq_len": SEQ_LEN,
     }  # fmt: skip
-    reports: dict[str, Report] = {}
-    scores: dict[str, Perplexity] = {}
-    with showing_progress() as advance, tempfile.TemporaryDirectory() as scratch:
-        statistics = collect(MODEL, Path(scratch) / "statistics", **settings).folder
-        compensations = {name: {"compensation": name, "statistics": statistics} for name in METHODS}
-        for method, changes in (compensations | {"best": BEST}).items():
-            advance("models", len(scores), len(METHODS) + 1)
-            reports[method] = prune(MODEL, out / method, force=True, **settings | changes)
-            scores[method] = perplexity(out / method, text, baseline=MODEL, seq_len=SEQ_LEN)
-        advance("models", len(scores), len(METHODS) + 1)
-    _check_same_kept(out)
-    _show(reports, scores)
-    _continue_text(out / "best")
-    picture = draw(reports, scores, out / "demo.png")
-    results.print(f"\ncheckpoints {out}/*  (stock transformers loads them; see their README.md)")
-    results.print(f"plot        {picture}")
+    rows: list[tuple[str, ...]] = []
+    with showing_progress() as advance:
+        for method, changes in (METHODS | PRESETS).items():
+            report = prune(MODEL, out / method, force=True, **settings | changes)
+            score = perplexity(out / method, text, baseline=MODEL, seq_len=SEQ_LEN)
+            if not rows:
+                dense = f"{score.baseline_perplexity:.2f}"
+                before = f"{report.plan['parameters']['before']:,}"
+                rows.append(("(dense)", dense, "0", "100 %", before, ""))
+            rows.append((
+                method, f"{score.perplexity:.2f}", f"{score.kl:.4f}",
+                f"{100 * (score.agreement or 0):.1f} %", f"{score.parameters:,}",
+                f"{sum(report.seconds.values()):.1f}",
+            ))  # fmt: skip
+            advance("models", len(rows) - 1, len(METHODS | PRESETS))
+    results.print("five compensations on the same kept units, and two presets")
+    results.print(table(HEADS, rows))
     results.print(
-        "\nbest is here in brief: blocks are trained in one pass, and the number of KV groups is\n"
-        "not chosen; all of it: coec prune MODEL OUT --preset best"
+        f"\nbalanced, loaded by transformers, continues:\n  {_continued(out / 'balanced')}"
     )
+    results.print(f"\ncheckpoints: {out}/* (stock transformers loads them; see their README.md)")
 
 
-def _evaluation_text() -> torch.Tensor:
-    """Sample the text of `coec eval --text self`, once for all compensations."""
+def _sampled(seed: int) -> torch.Tensor:
+    """Sample windows from the dense model, as `--calibration self` does."""
     dense: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    return sample_from_model(
-        dense.eval(), load_tokenizer(MODEL), samples=WINDOWS, seq_len=SEQ_LEN, seed=EVALUATION_SEED
-    ).ids
+    sampled = sample_from_model(
+        dense.eval(), load_tokenizer(MODEL), samples=WINDOWS, seq_len=SEQ_LEN, seed=seed
+    )
+    return sampled.ids
 
 
-def _check_same_kept(out: Path) -> None:
-    """Raises AssertionError unless all models kept the same units, as their comparison needs."""
-    if len({(out / method / KEPT).read_bytes() for method in METHODS}) > 1:
-        raise AssertionError(f"not all of {', '.join(METHODS)} kept the same units")
-
-
-def _show(reports: dict[str, Report], scores: dict[str, Perplexity]) -> None:
-    """Print what is left of the dense model's predictions after every compensation."""
-    before = next(iter(reports.values())).plan["parameters"]["before"]
-    dense = next(iter(scores.values())).baseline_perplexity or float("nan")
-    rows = [("(dense)", f"{dense:.2f}", "0", "100 %", f"{before:,}", "")]
-    for method, score in scores.items():
-        rows.append((
-            method, f"{score.perplexity:.2f}", f"{score.kl:.4f}",
-            f"{100 * (score.agreement or 0):.1f} %", f"{score.parameters:,}",
-            f"{sum(reports[method].seconds.values()):.1f}",
-        ))  # fmt: skip
-    results.print("\nfive compensations on the same kept units, and best")
-    heads = ("compensation", "perplexity", "KL to dense", "same token", "parameters", "seconds")
-    results.print(table(heads, rows))
-
-
-def _continue_text(folder: Path) -> None:
-    """Load the written checkpoint as any user would, and let it continue a text."""
+def _continued(folder: Path) -> str:
+    """Load a written checkpoint as any user would, and let it continue the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     torch.manual_seed(0)
     ids = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20, pad_token_id=0)
-    results.print("\nthe checkpoint of best, reloaded with AutoModelForCausalLM, continues:")
-    text = str(tokenizer.decode(ids[0], skip_special_tokens=True))
-    results.print(f"  {' '.join(text.split())}")
+    return " ".join(str(tokenizer.decode(ids[0], skip_special_tokens=True)).split())
 
 
 if __name__ == "__main__":

@@ -1,35 +1,43 @@
-"""The loss of distillation: how far a model's predictions are from those of another.
+"""Distillation: the loss, how far a model's predictions are from those of another, and its Trainer.
 
     L = (1 − c) KL(p ‖ q) + c H(next token, q)
 
-summed over the vocabulary and averaged over tokens, where p are the teacher's probabilities, q the
-student's, both at temperature 1. Where only the teacher's k most probable tokens are known, p has
-their probabilities, and the rest of its mass where the student has its own: their sum is compared,
-and their shares are left as they are.
+summed over the vocabulary and averaged over tokens, with the teacher's probabilities p and the
+student's q, both at temperature 1. If only the teacher's k most probable tokens are known, p has
+their probabilities, and the rest of its mass in the student's proportions: the sum of the rest is
+compared, its shares are not.
+
+Training is by transformers' Trainer; the loss, the names of saved states and the progress are here.
 """
 
-from typing import Any, NamedTuple
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
+from coec.events import Progress, record
+from coec.execution.journal import Journal
+from coec.execution.output import free_space, sync, writing
+from coec.models.files import JsonDict, digests_in, write_tensors
+from coec.recovery.text import Examples, TopTokens
 from coec.streaming.head import LOGITS_PER_PASS
 
-
-class TopTokens(NamedTuple):
-    """A teacher's k most probable next tokens, and the logarithms of their probabilities."""
-
-    log_p: Float[Tensor, "*tokens k"]
-    token: Int[Tensor, "*tokens k"]
-
-    @classmethod
-    def of(cls, logits: Float[Tensor, "*tokens v"], k: int) -> "TopTokens":
-        """Pick them; k is at most the vocabulary."""
-        log_p, token = logits.float().log_softmax(dim=-1).topk(min(k, logits.shape[-1]), dim=-1)
-        return cls(log_p, token)
-
+_SAVED = "model.safetensors"
+_WRITER = "inline_container.cc"
+"""File of torch that reports a failed write without its reason."""
+_FULL = 2**20
+"""A disk with fewer free bytes counts as full."""
 
 Target = Float[Tensor, "*tokens v"] | TopTokens
 """The teacher's logits, or what is kept of them."""
@@ -41,7 +49,7 @@ def distillation_loss(
     ids: Int[Tensor, "windows length"],
     cross_entropy: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """Mean loss over all tokens, in nats and in float32; its gradient is in the logits' dtype.
+    """Return the mean loss over all tokens, in nats and in float32.
 
     Args:
         logits: the student's.
@@ -120,3 +128,222 @@ def _logarithms(
     left_mass = (1 - log_p.exp().sum(dim=-1, keepdim=True)).clamp(min=tiny)
     mass = log_q.exp().scatter_(-1, token, 0.0).sum(dim=-1, keepdim=True).clamp(min=tiny)
     return (log_q + (left_mass.log() - mass.log())).scatter_(-1, token, log_p)
+
+
+def loss_of(
+    model: Any,
+    teacher: PreTrainedModel | None,
+    inputs: Mapping[str, Tensor],
+    *,
+    narrow: bool = False,
+    cross_entropy: float = 0.0,
+) -> tuple[Tensor, Any]:
+    """Return the loss of some windows, and the model's outputs.
+
+    Args:
+        model: the student.
+        teacher: predicts the windows; None if the inputs hold its predictions.
+        inputs: the windows, as `Examples` have them.
+        narrow: True if products are bfloat16 and weights float32.
+        cross_entropy: as in `distillation_loss`.
+    """
+    ids = inputs["input_ids"]
+    if teacher is None:
+        target: Target = TopTokens(inputs["log_p"], inputs["token"])
+    else:
+        with torch.no_grad():
+            target = teacher(input_ids=ids, use_cache=False).logits
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=narrow):
+        outputs = model(input_ids=ids, use_cache=False)
+    return distillation_loss(outputs.logits, target, ids, cross_entropy), outputs
+
+
+@torch.no_grad()
+def divergence(student: Any, teacher: PreTrainedModel | None, examples: Examples) -> float:
+    """Return the mean KL(teacher ‖ student) per token over windows, in nats."""
+    student.eval()
+    total = 0.0
+    for number in range(len(examples)):
+        example = examples[number].items()
+        inputs = {name: tensor[None].to(student.device) for name, tensor in example}
+        total += float(loss_of(student, teacher, inputs)[0])
+    return total / len(examples)
+
+
+class Distillation(Trainer):
+    """A Trainer whose loss is the distance from a teacher, and which saves states under the names
+    of the model that runs: a checkpoint's own names would not be read back.
+
+    Args:
+        teacher: predicts the windows; None where the examples hold its predictions.
+        cross_entropy: as in `distillation_loss`.
+        narrow: True where weights are float32 and products bfloat16. The Trainer's own setting
+            would hand over every token's logits in float32.
+        out: the folder that is made, for errors of the disk.
+        options: what `Trainer` takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        teacher: PreTrainedModel | None,
+        cross_entropy: float,
+        narrow: bool,
+        out: Path,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        # Progress goes through the callback that the caller gave.
+        self.remove_callback(PrinterCallback)
+        self._teacher, self._cross_entropy, self._out = teacher, cross_entropy, out
+        self._narrow = narrow
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the mean loss of some windows; for validation windows the divergence alone."""
+        share = self._cross_entropy if model.training else 0.0
+        loss, outputs = loss_of(
+            model, self._teacher, inputs, narrow=self._narrow, cross_entropy=share
+        )
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: Any = None,
+    ) -> tuple[Tensor, None, None]:
+        """Loss of some validation windows; their logits go nowhere."""
+        prepared = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, prepared), None, None
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save a state; raises OutputError where the disk refuses."""
+        with writing(self._out):
+            try:
+                super()._save_checkpoint(*args, **kwargs)
+            except RuntimeError as error:
+                # torch's writer raises no OSError: the reason is found by the room on the disk.
+                if _WRITER not in str(error):
+                    raise
+                full = free_space(self._out) < _FULL
+                reason = os.strerror(errno.ENOSPC) if full else str(error)[:200]
+                raise OSError(reason) from error
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder, model = Path(str(output_dir or self.args.output_dir)), cast(Any, self.model)
+        folder.mkdir(parents=True, exist_ok=True)
+        if state_dict is not None:
+            return  # weights divided among devices: accelerate writes a file of its own
+        if hasattr(model, "peft_config"):
+            super()._save(output_dir)
+        elif self.args.should_save:
+            write_tensors(_distinct(model.state_dict()), folder / _SAVED)
+
+
+def _distinct(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the tensors of a state that stand under a second name too, as files need them."""
+    places: set[int] = set()
+    tensors = {}
+    for name, tensor in state.items():
+        tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor.contiguous()
+        places.add(tensor.data_ptr())
+    return tensors
+
+
+class TrainingMonitor(TrainerCallback):
+    """Shows progress, notes saved states that are on the disk, and ends a training that diverges.
+
+    Args:
+        pieces: the journal, which the first process alone has.
+        tokens_per_step: over all processes.
+        start: divergence of the start on the validation windows, in nats.
+    """
+
+    def __init__(
+        self, pieces: Journal | None, tokens_per_step: int, start: float, progress: Progress | None
+    ) -> None:
+        self._pieces, self._tokens, self._progress = pieces, tokens_per_step, progress
+        self._most = max(2 * start, start + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> Any:
+        """Show how many tokens are done; look at the last state and save it in any case."""
+        if state.global_step >= state.max_steps:
+            control.should_evaluate = control.should_save = True
+        if self._progress:
+            steps = state.global_step, state.max_steps
+            self._progress("training on tokens", *(count * self._tokens for count in steps))
+        return control
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """End a training that diverges: beyond twice the start's divergence, and a nat above it."""
+        kl = kwargs["metrics"]["eval_loss"]
+        if not kl <= self._most:
+            record(
+                f"the training diverged (at step {state.global_step} KL {kl:.3g} on validation "
+                "windows): ended; a lower learning_rate may help"
+            )
+            control.should_training_stop = True
+        return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
+        """Return when the state of this step is on the disk."""
+        # Files → folder → its parent, synced before the journal says that the state is there
+        args.distributed_state.wait_for_everyone()  # every process writes a file of its own
+        if self._pieces is not None:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            for path in (*folder.rglob("*"), folder, folder.parent):
+                sync(path)
+            step = state.global_step
+            self._pieces.note(f"state {step}", saved=(step, digests_in(folder)))
+
+
+def curve_of(trainer: Trainer, tokens_per_step: int) -> list[dict[str, float]]:
+    """Validation divergence against tokens, where it is finite, from the Trainer's own history.
+
+    A Trainer that goes on with its last state takes one step more, whose learning rate is zero.
+    """
+    return [
+        {"tokens": entry["step"] * tokens_per_step, "kl": entry["eval_loss"]}
+        for entry in trainer.state.log_history
+        if 0 < entry["step"] <= trainer.args.max_steps
+        and math.isfinite(entry.get("eval_loss", math.nan))
+    ]
+
+
+def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
+    """Return the folder of the last state that is as it was saved, and so is the best until then.
+
+    Every other one is removed before anything of it is read: what a killed process left in part,
+    and what was changed since, which is recorded.
+
+    Args:
+        saved: digests of the files of every state that was on the disk, by step.
+    """
+    # States in the journal → those whose files are as they were saved → the others are removed
+    intact: dict[str, Path] = {}
+    for step, digests in sorted(saved.items()):
+        path = folder / f"checkpoint-{step}"
+        if not os.path.lexists(path):
+            continue  # it gave way to later ones
+        if not path.is_symlink() and digests_in(path) == digests:
+            intact[str(path)] = path
+        else:
+            record(f"'{path}' is not what was saved: training goes on with an earlier state")
+    if folder.is_dir():
+        for path in folder.glob("checkpoint-*"):
+            if str(path) not in intact:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    # The Trainer loads the best state in the end: a state whose best one is lost is of no use.
+    for name, path in reversed(intact.items()):
+        state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        if state["best_model_checkpoint"] in (None, *intact):
+            return name
+    return None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from coec.calibration.tokens import check_same_tokenizer, source_of
 from coec.calibration.windows import source_digest
+from coec.config.recovery import Recovery
 from coec.devices import choose_device, computed_by
-from coec.errors import ModelError, OptionError
+from coec.errors import ModelError, OptionError, check_installed
 from coec.execution.output import check_space, partial_of
 from coec.models.dense import Dense
 from coec.models.description import Description
@@ -23,17 +24,15 @@ from coec.models.folder import REPORT
 from coec.models.surgery import cast, stacked, unstacked
 from coec.pipeline.report import Report
 from coec.recovery import plan
-from coec.recovery import text as texts
-from coec.settings.recovery import Recovery, check_can_train
+from coec.recovery.text import read_windows
 
 RATE, LORA_FACTOR = 0.55, 10
-"""The learning rate in root mean squares of the weights times √(batch · start) / width, where
-`batch` is windows for each step and `start` the divergence in nats, one at most; and that of
-low-rank additions in learning rates.
+"""The learning rate is RATE · rms(W) · √(windows · KL) / width, with the windows of a step and the
+divergence of the start in nats, at most one; low-rank additions have LORA_FACTOR times that.
 
-Adam changes every entry of a matrix by about its rate, and what a row of `width` such changes adds
-to an output grows with their number; what is near its end needs shorter steps, and noisy gradients
-of few windows too (docs/RECOVER.md).
+Adam changes every entry of a matrix by about its rate, and a row of `width` such changes adds up in
+an output; a start that is close, and gradients of few windows, need shorter steps
+(docs/RECOVER.md).
 """
 
 
@@ -42,9 +41,13 @@ class Job:
     """A recovery, checked.
 
     Attributes:
+        dense, pruned: the models.
         report: of the pruning.
         recovery: the settings.
-        checkpointing: True where activations are computed again.
+        seq_len: tokens per window.
+        device: where it is trained.
+        checkpointing: True if activations are recomputed.
+        out: the folder to make, without links.
         trust: lets the tokenizer run its own code.
     """
 
@@ -58,27 +61,32 @@ class Job:
     out: Path
     trust: bool
 
+    @classmethod
+    def checked(
+        cls, dense: Dense, pruned: Dense, out: Path, recovery: Recovery, *, trust: bool
+    ) -> "Job":
+        """Check everything that can be known before work; raises CoecError."""
+        check_alone(dense)
+        report = _check_kinship(dense, pruned, trust=trust)
+        seq_len = plan.window_length(dense, pruned, recovery)
+        way = plan.check_plan(dense, pruned, recovery)
+        check_space(out, way.disk)
+        check_text(dense, recovery, seq_len, trust=trust)
+        # If no setting says whether activations are recomputed, the plan does.
+        device, checkpointing = choose_device(recovery.device), bool(way.recovery.checkpointing)
+        return cls(dense, pruned, report, recovery, seq_len, device, checkpointing, out, trust)
+
+    @property
+    def processes(self) -> Any:
+        """The processes that `torchrun` or `accelerate launch` started, or this one alone."""
+        from accelerate import PartialState
+
+        return PartialState(cpu=self.device.type == "cpu")
+
     @property
     def narrow(self) -> bool:
-        """True where weights are float32 and products bfloat16."""
+        """True if weights are float32 and products bfloat16."""
         return plan.pass_dtype(self.pruned, self.recovery, self.device).itemsize == 2
-
-    def rate(self, start: float, batch: int) -> float:
-        """Return the peak learning rate: the given one, or one by the first block's weights.
-
-        Args:
-            start: divergence of the pruned model on the validation windows.
-            batch: windows for each step.
-        """
-        if self.recovery.learning_rate is not None:
-            return self.recovery.learning_rate
-        sizes = [
-            float(tensor.float().square().mean().sqrt())
-            for tensor in self.pruned.tensors(self.pruned.layout.blocks[0]).values()
-            if tensor.ndim == 2
-        ]
-        rate = RATE * math.sqrt(batch * min(start, 1.0)) / self.dense.shape.hidden * median(sizes)
-        return rate * (1 if self.recovery.lora is None else LORA_FACTOR)
 
     @property
     def at_once(self) -> int:
@@ -100,6 +108,23 @@ class Job:
             "computed_by": computed_by(self.device),
         }
 
+    def rate(self, start: float, batch: int) -> float:
+        """Return the peak learning rate: the given one, or one by the first block's weights.
+
+        Args:
+            start: divergence of the pruned model on the validation windows.
+            batch: windows for each step.
+        """
+        if self.recovery.learning_rate is not None:
+            return self.recovery.learning_rate
+        sizes = [
+            float(tensor.float().square().mean().sqrt())
+            for tensor in self.pruned.tensors(self.pruned.layout.blocks[0]).values()
+            if tensor.ndim == 2
+        ]
+        rate = RATE * math.sqrt(batch * min(start, 1.0)) / self.dense.shape.hidden * median(sizes)
+        return rate * (1 if self.recovery.lora is None else LORA_FACTOR)
+
     def teacher(self) -> PreTrainedModel:
         """Build the dense model, which is not trained."""
         return self._loaded(self.dense, self.device).requires_grad_(requires_grad=False)
@@ -112,25 +137,9 @@ class Job:
             network.load_state_dict(state, strict=not self.pruned.tied)
         return network
 
-    def _loaded(self, model: Dense, device: torch.device) -> PreTrainedModel:
-        """Build a model in the dtype of forward passes."""
-        return model.network(device, plan.pass_dtype(model, self.recovery, self.device))
-
-    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a student's state as the tensors of a checkpoint, in the dtypes of the start."""
-        # State → network without additions → names of a checkpoint → dtypes of the start
-        student = self.student(torch.device("cpu"))
-        student.load_state_dict(state, assign=True)
-        if self.recovery.lora is not None:
-            student = student.merge_and_unload()
-        tensors = unstacked(student.state_dict(), self.pruned.architecture.blocks.experts)
-        files = self.pruned.files
-        return {name: cast(tensors[name], self.pruned.tensor(name).dtype, name) for name in files}
-
     def student(self, device: torch.device | None = None) -> Any:
-        """Build the pruned model for training, with low-rank additions where these are set."""
-        device = device or self.device
-        rank = self.recovery.lora
+        """Build the pruned model for training, with low-rank additions if these are set."""
+        device, rank = device or self.device, self.recovery.lora
         if rank is None:
             # Trained weights are float32: small steps would vanish in a narrow dtype.
             return self.pruned.network(device, torch.float32)
@@ -145,39 +154,30 @@ class Job:
             torch.manual_seed(self.recovery.seed % 2**63)
             return peft.get_peft_model(network, added)
 
+    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a student's state as the tensors of a checkpoint, in the dtypes of the start."""
+        # State → network without additions → names of a checkpoint → dtypes of the start
+        student = self.student(torch.device("cpu"))
+        student.load_state_dict(state, assign=True)
+        if self.recovery.lora is not None:
+            student = student.merge_and_unload()
+        tensors = unstacked(student.state_dict(), self.pruned.architecture.blocks.experts)
+        files = self.pruned.files
+        return {name: cast(tensors[name], self.pruned.tensor(name).dtype, name) for name in files}
 
-def settings_of(settings: Mapping[str, Any]) -> Recovery:
-    """Read the settings of a recovery.
-
-    Raises:
-        OptionError: one is unknown or bad, or a package that trains is missing.
-    """
-    names = {item.name for item in Recovery.table()}
-    if unknown := sorted(settings.keys() - names):
-        raise OptionError(f"unknown setting '{unknown[0]}'; known: {', '.join(sorted(names))}")
-    recovery = Recovery.of(settings)
-    recovery = replace(recovery, text=source_of(recovery.text, recovery.text_column))
-    check_can_train(recovery)
-    return recovery
+    def _loaded(self, model: Dense, device: torch.device) -> PreTrainedModel:
+        """Build a model in the dtype of forward passes."""
+        return model.network(device, plan.pass_dtype(model, self.recovery, self.device))
 
 
-def checked(dense: Dense, pruned: Dense, target: Path, recovery: Recovery, *, trust: bool) -> Job:
-    """Check all that can be known before work.
-
-    Args:
-        target: the folder to make, without links.
-        trust: let the tokenizer run its own code.
-    """
-    check_alone(dense)
-    report = check_kinship(dense, pruned, trust=trust)
-    seq_len = plan.window_length(dense, pruned, recovery)
-    way = plan.check_plan(dense, pruned, recovery)
-    check_space(target, way.disk)
-    # The plan decides where the settings leave it open whether activations are computed again.
-    device, checkpointing = choose_device(recovery.device), bool(way.recovery.checkpointing)
-    job = Job(dense, pruned, report, recovery, seq_len, device, checkpointing, target, trust)
-    check_text(dense, recovery, seq_len, trust=trust)
-    return job
+def recovery_of(settings: Mapping[str, Any]) -> Recovery:
+    """Check the settings of a recovery, and that the packages which it needs are installed."""
+    recovery = Recovery(**settings)
+    needed = {"peft": recovery.lora is not None, "torchao": recovery.optimizer == "adamw-8bit"}
+    check_installed("training", "'coec[recover]'", "accelerate")
+    for package in (package for package, is_needed in needed.items() if is_needed):
+        check_installed("training", package, package)
+    return recovery.model_copy(update={"text": source_of(recovery.text, recovery.text_column)})
 
 
 def check_alone(dense: Description) -> None:
@@ -188,7 +188,18 @@ def check_alone(dense: Description) -> None:
         )
 
 
-def check_kinship(dense: Dense, pruned: Dense, *, trust: bool) -> Report:
+def check_text(dense: Dense, recovery: Recovery, seq_len: int, *, trust: bool) -> None:
+    """Raise CoecError unless the text can be read, and has two windows."""
+    if not recovery.own:
+        read_windows(dense, recovery, seq_len, 2, trust_remote_code=trust)
+
+
+def identity_of(recovery: Recovery) -> JsonDict:
+    """Return the settings that determine a result; the text by its content."""
+    return recovery.record("device", "text") | {"text": source_digest(recovery.text)}
+
+
+def _check_kinship(dense: Dense, pruned: Dense, *, trust: bool) -> Report:
     """Return the report of the pruned model; raises ModelError unless it was made from `dense`."""
     if not (pruned.folder / REPORT).is_file():
         raise ModelError(
@@ -203,16 +214,3 @@ def check_kinship(dense: Dense, pruned: Dense, *, trust: bool) -> Report:
         )
     pruned.check_values()
     return report
-
-
-def check_text(dense: Dense, recovery: Recovery, seq_len: int, *, trust: bool) -> None:
-    """Raise CoecError unless the text can be read, and has two windows."""
-    if not recovery.own:
-        texts.read_windows(dense, recovery, seq_len, 2, trust_remote_code=trust)
-
-
-def identity_of(recovery: Recovery) -> JsonDict:
-    """Return the settings that determine a result; the text by its content."""
-    record = recovery.record()
-    del record["device"]
-    return record | {"text": source_digest(recovery.text)}

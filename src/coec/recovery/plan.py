@@ -1,15 +1,16 @@
-"""What a recovery takes: memory by purpose, operations and disk, from the two configurations
-alone.
-"""
+"""What a recovery takes: memory by purpose, operations and disk, from the two configurations."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from coec.allocation.widths import parameters_inside
 from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
+from coec.config.recovery import Recovery
 from coec.devices import (
     FreeMemory,
     choose_device,
@@ -20,9 +21,7 @@ from coec.devices import (
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.planning.phases import weights_met
-from coec.recovery.processes import shards
 from coec.recovery.text import TOP, windows_needed
-from coec.settings.recovery import OptimizerName, Recovery
 from coec.streaming.head import LOGITS_PER_PASS
 
 USUAL_RANK = 16
@@ -30,7 +29,7 @@ USUAL_RANK = 16
 _TRAINED, _STATE = 8, 4
 """Bytes of a trained number in memory (itself and its derivative, in float32), and in a saved state
 (itself), besides the optimiser's moments."""
-_MOMENTS: dict[OptimizerName, int] = {"adamw": 8, "adamw-8bit": 2}
+_MOMENTS = {"adamw": 8, "adamw-8bit": 2}
 """Bytes of the two moments of a trained number, by optimiser."""
 KEPT_STATES = 2
 """Saved states that stay on the disk, the best and the last; beside them one is being written, and
@@ -76,7 +75,7 @@ class Footprint:
         """The settings that make this way, in words."""
         rank, teacher = self.recovery.lora, self.recovery.teacher
         weights = "all weights" if rank is None else f"lora={rank}"
-        kept = ", activations computed again" if self.recovery.checkpointing else ""
+        kept = ", activations recomputed" if self.recovery.checkpointing else ""
         moments = "" if self.recovery.optimizer == "adamw" else ", optimizer=adamw-8bit"
         return f"{weights}{moments}{', teacher=stored' if teacher == 'stored' else ''}{kept}"
 
@@ -109,29 +108,36 @@ def footprints(
     device: torch.device,
     free: int | None,
 ) -> list[Footprint]:
-    """Estimate the way that the settings ask for, and behind it those that take less memory.
+    """Estimate the way that the settings ask for, then ways that take less memory.
 
-    Activations are computed again where they would not fit and no setting decides it.
+    Activations are recomputed if they would not fit and no setting decides it.
 
     Args:
-        free: bytes of the device; None where nobody knows.
+        dense, pruned: models, by folder or description.
+        recovery: the settings.
+        device: where it is trained.
+        free: free bytes of the device; None if they are not known.
     """
     before, after = Description.read(dense), Description.read(pruned)
     seq_len = window_length(before, after, recovery)
-    rank = recovery.lora or USUAL_RANK
-    settings = [recovery, replace(recovery, lora=rank)]
+    # As asked, with moments of a byte, with additions, with a stored teacher
+    changes: list[dict[str, Any]] = [{}]
+    if recovery.minutes is None and recovery.lora is None and shards() == 1:
+        changes.append({"optimizer": "adamw-8bit", "teacher": "stored"})
+    additions = {"lora": recovery.lora or USUAL_RANK}
+    changes.append(additions)
     if recovery.minutes is None:
-        settings.append(replace(recovery, lora=rank, teacher="stored"))
-        if recovery.lora is None and shards() == 1:
-            settings.insert(1, replace(recovery, optimizer="adamw-8bit", teacher="stored"))
-    ways = []
-    for way in dict.fromkeys(settings):
-        keeping = replace(way, checkpointing=bool(way.checkpointing))
+        changes.append(additions | {"teacher": "stored"})
+    ways: list[Footprint] = []
+    for change in changes:
+        way = recovery.model_copy(update=change)
+        keeping = way.model_copy(update={"checkpointing": bool(way.checkpointing)})
         estimate = _estimate(before, after, keeping, seq_len, device)
         if way.checkpointing is None and free is not None and estimate.bytes > _ROOM * free:
-            again = replace(way, checkpointing=True)
-            estimate = _estimate(before, after, again, seq_len, device)
-        ways.append(estimate)
+            recomputing = way.model_copy(update={"checkpointing": True})
+            estimate = _estimate(before, after, recomputing, seq_len, device)
+        if estimate.flags not in {other.flags for other in ways}:
+            ways.append(estimate)
     return ways
 
 
@@ -139,18 +145,13 @@ def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> F
     """Return the estimate of what is asked for.
 
     Raises:
-        OptionError: memory is short, low-rank additions would outgrow what they are added to, or a
-            setting does not go with weights that are divided among devices.
+        OptionError: memory is short, or a setting cannot be combined with weights that are divided
+            among devices.
     """
     if shards() > 1 and recovery.minutes is not None:
         raise OptionError("minutes are measured with all weights on one device: give tokens")
     if shards() > 1 and recovery.optimizer == "adamw-8bit":  # torchao fails at uneven parts
         raise OptionError("adamw-8bit needs every weight on one device: leave out optimizer")
-    if recovery.lora is not None and (largest := _largest_rank(pruned)) < recovery.lora:
-        raise OptionError(
-            f"lora={recovery.lora} has more numbers than the matrices that it is added to: take "
-            f"at most {largest}, or leave it out to train all weights"
-        )
     device = choose_device(recovery.device)
     free = FreeMemory.of(device).computing
     chosen, *smaller = footprints(dense, pruned, recovery, device, free)
@@ -237,12 +238,6 @@ def _added(model: Description, rank: int) -> int:
     return sum(rank * sum(shape) for shape in _linear_layers(model).values())
 
 
-def _largest_rank(model: Description) -> int:
-    """Return the rank of additions that have as many parameters as what they are added to."""
-    sizes = sum(shape.numel() for shape in _linear_layers(model).values())
-    return max(1, sizes // _added(model, 1))
-
-
 def _linear_layers(model: Description) -> Mapping[str, torch.Size]:
     """Shapes of the matrices in the blocks, but for those of experts, by name."""
     blocks = tuple(block.prefix for block in model.layout.blocks)
@@ -276,3 +271,18 @@ def _token_operations(dense: Description, pruned: Description, recovery: Recover
         2 * times * (weights_met(model, model.shapes) + model.shape.hidden * model.vocabulary)
         for model, times in ((pruned, passes), (dense, int(recovery.teacher != "stored")))
     )
+
+
+def shards() -> int:
+    """Return the number of processes among which the trained weights are divided; 1 without FSDP.
+
+    Raises:
+        OptionError: accelerate was asked for FSDP 1, whose states cannot be resumed here.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return 1
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise OptionError(
+            "weights are divided by FSDP 2 alone: set fsdp_version of accelerate to 2"
+        )
+    return int(os.environ.get("WORLD_SIZE", "1"))

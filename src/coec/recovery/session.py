@@ -1,19 +1,23 @@
 """One training, from its text to the tensors of its result, in one process or in each of several.
 
-Finished pieces are in the journal and the Trainer's states beside it.
+Finished pieces are in the journal, which the first process alone has, and the Trainer's states next
+to it.
 """
 
 import gc
 import math
+import os
 import shutil
 import time
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from coec.allocation.kept import KEPT
 from coec.calibration.tokens import load_tokenizer
@@ -25,53 +29,122 @@ from coec.execution.output import STATES, WORK
 from coec.models.files import INDEX, JsonDict, write_tensors
 from coec.models.folder import CONFIG, carry_files
 from coec.recovery import text as texts
-from coec.recovery import training
+from coec.recovery.distillation import (
+    Distillation,
+    TrainingMonitor,
+    curve_of,
+    divergence,
+    last_state,
+    loss_of,
+)
 from coec.recovery.job import Job
-from coec.recovery.processes import Processes
-from coec.recovery.text import Examples, WindowFile
-from coec.recovery.training import Schedule
+from coec.recovery.plan import KEPT_STATES, shards
+from coec.recovery.text import Examples
 from coec.settings.fields import nth_seed
 from coec.streaming.self_text import sample_from_model, windows_that_fit
 
+_T = TypeVar("_T")
+EVALUATIONS = 4
+"""Number of times that the validation error is measured, and a state saved, during training."""
+_WARM_UP = 0.05
+"""Share of the steps over which the learning rate rises, ten steps at most."""
 _RATES = 1 / 3, 1.0, 3.0
-"""Learning rates that are tried, over that of the rule."""
+"""Learning rates that are tried, relative to the rule's."""
+_TRIAL_STEPS = 10
+"""Smallest number of steps by which learning rates can be told apart (docs/lab/LOG.md)."""
+_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw-8bit": "adamw_torch_8bit"}
+"""The Trainer's names of optimisers."""
+_TIMED = 3
+"""Number of batches that are timed, after one that sets things up."""
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    else "gradient_checkpointing"
+)
+"""Name of the setting in the installed Trainer."""
 
 
-def train(
-    job: Job, pieces: Journal | None, processes: Processes, progress: Progress | None
-) -> JsonDict:
+def agree(value: _T) -> _T:
+    """Return the value of the first process, in all of them."""
+    agreed: _T = broadcast_object_list([value])[0]
+    return agreed
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of a training, and windows of each.
+
+    Attributes:
+        steps: number of steps of the optimiser.
+        batch: windows for each step, over all processes.
+        at_once: windows that a process takes through the model together.
+        accumulated: batches of `at_once` for each step.
+        every: steps between two measurements of the validation error.
+    """
+
+    steps: int
+    batch: int
+    at_once: int
+    accumulated: int
+    every: int
+
+    @classmethod
+    def of(
+        cls, tokens: int, seq_len: int, batch: int, most_at_once: int, processes: int
+    ) -> "Schedule":
+        """Divide a budget into steps; the batch grows to a multiple of the processes."""
+        # A process's share of the batch → as many at once as memory has room for
+        share = math.ceil(batch / processes)
+        at_once = next(n for n in range(min(share, most_at_once), 0, -1) if share % n == 0)
+        batch = share * processes
+        steps = max(1, round(tokens / (batch * seq_len)))
+        return cls(steps, batch, at_once, share // at_once, max(1, math.ceil(steps / EVALUATIONS)))
+
+    def shortened(self) -> "Schedule | None":
+        """Return the schedule of a trial: a hundredth of the steps, at least ten.
+
+        None if three trials would take more than a tenth of the steps.
+        """
+        steps = max(_TRIAL_STEPS, self.steps // 100)
+        return replace(self, steps=steps, every=steps) if 30 * steps <= self.steps else None
+
+
+def train(job: Job, pieces: Journal | None, progress: Progress | None) -> JsonDict:
     """Train, put everything but the report into the journal, and return the account of it."""
-    began = time.perf_counter()
-    calibrated = frozenset(job.report.calibration.get("window_digests", ()))
-    text = WindowFile(job.partial / WORK / "text.npy", job.recovery.seed, calibrated)
-    tokens, teacher = _prepared(job, pieces, text, processes, progress)
+    began, processes = time.perf_counter(), job.processes.num_processes
+    tokens, teacher = _prepared(job, pieces, progress)
     gc.collect()  # a teacher whose predictions were stored
-    files = [] if teacher is not None else _prediction_files(job.partial, text)
-    trained, validation = (Examples(text, rows, files) for rows in text.split())
+    path = _text_file(job)
+    ids = texts.load_windows(path)
+    calibrated = frozenset(job.report.calibration.get("window_digests", ()))
+    stored = [] if teacher is not None else _prediction_files(job.partial, len(ids))
+    trained, validation = (
+        Examples(path, rows, stored) for rows in texts.split(ids, job.recovery.seed, calibrated)
+    )
     # Tokens and windows → steps → divergence of the start, which the rate depends on
     read = min(tokens, texts.most_tokens(len(trained), job.seq_len))
     batch = job.recovery.windows_per_step(job.seq_len, read)
-    schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes.count)
+    schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes)
     resumed = pieces is not None and "start" in pieces
     if pieces is not None and not resumed:
-        pieces.note("start", kl=training.divergence(job.network(), teacher, validation))
-    before = float(processes.agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
+        pieces.note("start", kl=divergence(job.network(), teacher, validation))
+    before = float(agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
     examples = trained, validation
-    tried = _tried_rates(job, pieces, schedule, before, teacher, examples, processes, progress)
+    tried = _tried_rates(job, pieces, schedule, before, teacher, examples, progress)
     rate = min(tried, key=lambda rate: tried[rate]) if tried else job.rate(before, schedule.batch)
     step_tokens = schedule.batch * job.seq_len
-    monitor = training.TrainingMonitor(pieces, step_tokens, before, progress)
-    trainer = training.trainer_of(job, schedule, rate, teacher, examples, monitor)
+    monitor = TrainingMonitor(pieces, step_tokens, before, progress)
+    trainer = trainer_of(job, schedule, rate, teacher, examples, monitor)
     # Train from the last sound state → best state on the validation windows
     saved = {} if pieces is None else dict(pieces.every("saved"))
-    last = None if pieces is None else training.last_state(job.partial / STATES, saved)
-    last = processes.agree(last)
+    last = None if pieces is None else last_state(job.partial / STATES, saved)
+    last = agree(last)
     if progress and (last is not None or resumed):
         steps_done = 0 if last is None else int(last.rpartition("-")[2])
         progress(f"{RESUMING} steps", steps_done, schedule.steps)
     trainer.train(resume_from_checkpoint=last)
     state = trainer.accelerator.get_state_dict(trainer.model)
-    curve = training.curve(trainer, step_tokens)
+    curve = curve_of(trainer, step_tokens)
     steps = min(trainer.state.global_step, schedule.steps)
     del trainer
     gc.collect()
@@ -82,13 +155,8 @@ def train(
     del state
     improved = after < before
     _write(pieces, job, tensors if improved else None)
-    kl = {
-        "windows": len(validation),
-        "before": before,
-        "after": after if improved else before,
-    }
     return {
-        **job.recovery.record(),
+        **job.recovery.record("text"),
         "text": pieces.facts("text")["record"],
         "tokens": steps * step_tokens,
         "asked": tokens,
@@ -98,14 +166,68 @@ def train(
         "seq_len": job.seq_len,
         "learning_rate": rate,
         "rates_tried": [{"learning_rate": rate, "kl": kl} for rate, kl in tried.items()],
-        "processes": processes.count,
-        "held_out": kl,
+        "processes": processes,
+        "held_out": {
+            "windows": len(validation), "before": before, "after": after if improved else before
+        },
         "improved": improved,
         "curve": curve,
         "start_sha256": job.pruned.digest,
         "seconds": time.perf_counter() - began,
         "environment": environment(str(job.device)),
-    }
+    }  # fmt: skip
+
+
+def trainer_of(
+    job: Job,
+    schedule: Schedule,
+    rate: float,
+    teacher: PreTrainedModel | None,
+    examples: tuple[Examples, Examples],
+    monitor: TrainingMonitor | None = None,
+) -> Distillation:
+    """Return the Trainer of a student: AdamW, warm-up, linear decay to zero, states compared.
+
+    Args:
+        job, schedule: what is trained, and for how long.
+        rate: the peak learning rate.
+        teacher: as in `Distillation`.
+        examples: windows to train on, and validation windows.
+        monitor: of a training whose states are kept and compared; None keeps none.
+    """
+    kept = "no" if monitor is None else "steps"
+    # `Distillation` narrows products itself, whatever `accelerate launch` was configured for.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    settings = TrainingArguments(
+        output_dir=str(job.partial / STATES), max_steps=schedule.steps, learning_rate=rate,
+        seed=job.recovery.seed % 2**32,  # numpy's generator takes no other
+        per_device_train_batch_size=schedule.at_once, per_device_eval_batch_size=1,
+        gradient_accumulation_steps=schedule.accumulated,
+        optim=_OPTIMIZERS[job.recovery.optimizer], adam_beta1=0.9, adam_beta2=0.99,
+        max_grad_norm=1.0, weight_decay=0.0,
+        lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
+        use_cpu=job.device.type == "cpu",
+        eval_strategy=kept, eval_steps=schedule.every, save_strategy=kept,
+        save_steps=schedule.every, save_total_limit=KEPT_STATES,
+        load_best_model_at_end=monitor is not None,
+        metric_for_best_model="eval_loss", greater_is_better=False, prediction_loss_only=True,
+        logging_steps=schedule.every, report_to="none", disable_tqdm=True,
+        remove_unused_columns=False, label_names=[],
+        dataloader_pin_memory=job.device.type == "cuda", ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    setattr(settings, CHECKPOINTING, job.checkpointing)
+    # Weights that are divided among devices need not fit one of them whole.
+    home = torch.device("cpu") if shards() > 1 else job.device
+    trainer = Distillation(
+        teacher=teacher, cross_entropy=job.recovery.cross_entropy, narrow=job.narrow,
+        out=job.out, model=job.student(home), args=settings, train_dataset=examples[0],
+        eval_dataset=examples[1], callbacks=[] if monitor is None else [monitor],
+    )  # fmt: skip
+    if plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None):
+        # A state of one file: with states in parts the Trainer does not know which is the best.
+        plugin.state_dict_config = plugin.optim_state_dict_config = None
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+    return trainer
 
 
 def _tried_rates(
@@ -115,30 +237,27 @@ def _tried_rates(
     start: float,
     teacher: PreTrainedModel | None,
     examples: tuple[Examples, Examples],
-    processes: Processes,
     progress: Progress | None,
 ) -> dict[float, float]:
-    """Return rates about that of the rule, and the validation divergence after a short training.
+    """Return rates around the rule's, and the validation divergence after a short training.
 
-    None are tried where the user gave a rate, or the budget is too small for it to pay.
+    None are tried if the user gave a rate, or the budget is too small for it to pay.
     """
     short = schedule.shortened()
     if job.recovery.learning_rate is not None or short is None:
         return {}
-    known = None
-    if pieces is not None and "rates" in pieces:
-        known = pieces.facts("rates")["tried"]
-    known = processes.agree(known)
+    known = pieces.facts("rates")["tried"] if pieces is not None and "rates" in pieces else None
+    known = agree(known)
     if known is None:
         known = []
         for number, factor in enumerate(_RATES):
             if progress:
                 progress("trying learning rates", number, len(_RATES))
             rate = factor * job.rate(start, schedule.batch)
-            trainer = training.trainer_of(job, short, rate, teacher, examples)
+            trainer = trainer_of(job, short, rate, teacher, examples)
             trainer.train()
             kl = trainer.evaluate()["eval_loss"]
-            if math.isfinite(kl):  # one that diverges is out of the question, and of the record
+            if math.isfinite(kl):  # a rate that diverges is left out
                 known.append((rate, kl))
             del trainer
             gc.collect()
@@ -148,83 +267,81 @@ def _tried_rates(
 
 
 def _prepared(
-    job: Job,
-    pieces: Journal | None,
-    text: WindowFile,
-    processes: Processes,
-    progress: Progress | None,
+    job: Job, pieces: Journal | None, progress: Progress | None
 ) -> tuple[int, PreTrainedModel | None]:
     """Return the tokens to train on, and the teacher, unless its predictions were stored.
 
     The first process writes the text and the predictions. The others wait for its answer here: the
-    files that they read next are there by then.
+    files that they read next exist by then.
     """
     stored, tokens = job.recovery.teacher == "stored", 0
     teacher = None if stored and pieces is None else job.teacher()
     if pieces is not None and teacher is not None:
-        tokens = _budget(job, pieces, teacher, processes)
-        _put_text(job, pieces, text, tokens, teacher, progress)
+        tokens = _budget(job, pieces, teacher)
+        _put_text(job, pieces, tokens, teacher, progress)
         if stored:
-            _put_predictions(pieces, text, teacher, progress)
-    tokens = processes.agree(tokens)
-    return tokens, None if stored else teacher
+            _put_predictions(pieces, texts.load_windows(_text_file(job)), teacher, progress)
+    return agree(tokens), None if stored else teacher
 
 
-def _validated(
-    job: Job, state: dict[str, Tensor], teacher: PreTrainedModel | None, validation: Examples
-) -> tuple[dict[str, Tensor] | None, float]:
-    """Return a state as it would be written, and its divergence; None if it cannot be written."""
-    try:
-        tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
-        return tensors, training.divergence(job.network(tensors), teacher, validation)
-    except NumericalError as error:
-        record(f"the trained weights cannot be written: {error}")
-        return None, math.inf
-
-
-def _budget(job: Job, pieces: Journal, teacher: PreTrainedModel, processes: Processes) -> int:
+def _budget(job: Job, pieces: Journal, teacher: PreTrainedModel) -> int:
     """Return the tokens to train on: as asked, or as many as the minutes are enough for."""
-    if job.recovery.minutes is None:
-        return int(job.recovery.tokens)
+    if job.recovery.tokens is not None:
+        return job.recovery.tokens
     if "budget" not in pieces:
         at_once = min(job.at_once, job.recovery.windows_per_step(job.seq_len, None))
-        speed = processes.count * training.tokens_per_second(
-            job.student(), teacher, at_once, job.seq_len, narrow=job.narrow
-        )
-        pieces.note("budget", tokens=max(1, int(60 * speed * job.recovery.minutes)))
+        speed = job.processes.num_processes * tokens_per_second(job, teacher, at_once)
+        minutes = job.recovery.minutes or 0.0
+        pieces.note("budget", tokens=max(1, int(60 * speed * minutes)))
     return int(pieces.facts("budget")["tokens"])
 
 
+def tokens_per_second(job: Job, teacher: PreTrainedModel, at_once: int) -> float:
+    """Measure the speed of training on this process's device, on random tokens."""
+    student, seconds = job.student(), []
+    ids = torch.randint(student.config.vocab_size, (at_once, job.seq_len), device=student.device)
+    for _ in range(_TIMED + 1):
+        began = time.perf_counter()
+        loss, _ = loss_of(student.train(), teacher, {"input_ids": ids}, narrow=job.narrow)
+        loss.backward()
+        float(next(p.grad for p in student.parameters() if p.grad is not None).sum())  # waits
+        seconds.append(time.perf_counter() - began)
+        student.zero_grad(set_to_none=True)
+    # The first batch sets things up; of the others the fastest was disturbed least.
+    return at_once * job.seq_len / min(seconds[1:])
+
+
+def _text_file(job: Job) -> Path:
+    return job.partial / WORK / "text.npy"
+
+
 def _put_text(
-    job: Job,
-    pieces: Journal,
-    text: WindowFile,
-    tokens: int,
-    teacher: PreTrainedModel,
-    progress: Progress | None,
+    job: Job, pieces: Journal, tokens: int, teacher: PreTrainedModel, progress: Progress | None
 ) -> None:
-    """Put the windows of the text into the journal; those of the model's own group by group."""
+    """Put the windows of the text into the journal; the model's own text group by group."""
     if "text" in pieces:
         return
     count = texts.windows_needed(tokens, job.seq_len)
     if not job.recovery.own:
-        ids, record = texts.read_windows(
+        windows = texts.read_windows(
             job.dense, job.recovery, job.seq_len, count, trust_remote_code=job.trust,
             progress=progress,
         )  # fmt: skip
+        ids, source, sha256 = windows.ids, windows.source, windows.text_sha256
     else:
-        files = []
+        groups = []
         for number, first in enumerate(range(0, count, texts.GROUP)):
-            size = min(texts.GROUP, count - first)
-            files.append(pieces.work / f"text-{number:05}.npy")
-            if f"text {number}" not in pieces:
-                write = partial(WindowFile.write, _written_group(job, teacher, number, size))
-                pieces.put(f"text {number}", files[-1], write)
+            name, size = f"text {number}", min(texts.GROUP, count - first)
+            if name not in pieces:
+                path = pieces.work / f"text-{number:05}.npy"
+                write = partial(texts.save_windows, _written_group(job, teacher, number, size))
+                pieces.put(name, path, write)
+            groups.append(texts.load_windows(pieces.path(name)))
             if progress:
                 progress("writing text", first + size, count)
-        ids = torch.from_numpy(np.concatenate([np.load(path) for path in files])).long()
-        record = {"source": "self", "windows": len(ids), "text_sha256": ""}
-    pieces.put("text", text.path, partial(WindowFile.write, ids), record=record)
+        ids, source, sha256 = torch.cat(groups), "self", ""
+    origin = {"source": source, "windows": len(ids), "text_sha256": sha256}
+    pieces.put("text", _text_file(job), partial(texts.save_windows, ids), record=origin)
 
 
 def _written_group(job: Job, teacher: PreTrainedModel, number: int, size: int) -> Tensor:
@@ -236,30 +353,42 @@ def _written_group(job: Job, teacher: PreTrainedModel, number: int, size: int) -
     ).ids  # fmt: skip
 
 
-def _prediction_files(folder: Path, text: WindowFile) -> list[Path]:
-    """Return the files that keep the teacher's predictions, one for each group of windows."""
-    count = math.ceil(len(text.windows) / texts.GROUP)
+def _prediction_files(folder: Path, windows: int) -> list[Path]:
+    """Return the files of the teacher's predictions, one for each group of windows."""
+    count = math.ceil(windows / texts.GROUP)
     return [folder / WORK / f"teacher-{number:05}.safetensors" for number in range(count)]
 
 
 def _put_predictions(
-    pieces: Journal, text: WindowFile, teacher: PreTrainedModel, progress: Progress | None
+    pieces: Journal, ids: Tensor, teacher: PreTrainedModel, progress: Progress | None
 ) -> None:
-    """Put what is kept of the teacher's predictions into the journal."""
-    stored, files = 0, _prediction_files(pieces.partial, text)
-    for number, (path, ids) in enumerate(zip(files, text.groups, strict=True)):
+    """Put the teacher's predictions into the journal."""
+    files, done = _prediction_files(pieces.partial, len(ids)), 0
+    for number, (path, group) in enumerate(zip(files, ids.split(texts.GROUP), strict=True)):
         if f"teacher {number}" not in pieces:
-            write = partial(texts.save_predictions, teacher, ids)
+            write = partial(texts.save_predictions, teacher, group)
             pieces.put(f"teacher {number}", path, write)
-        stored += len(ids)
+        done += len(group)
         if progress:
-            progress("storing predictions", stored, len(text.windows))
+            progress("storing predictions", done, len(ids))
+
+
+def _validated(
+    job: Job, state: dict[str, Tensor], teacher: PreTrainedModel | None, validation: Examples
+) -> tuple[dict[str, Tensor] | None, float]:
+    """Return a state as it would be written, and its divergence; None if it cannot be written."""
+    try:
+        tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
+        return tensors, divergence(job.network(tensors), teacher, validation)
+    except NumericalError as error:
+        record(f"the trained weights cannot be written: {error}")
+        return None, math.inf
 
 
 def _write(pieces: Journal, job: Job, tensors: dict[str, Tensor] | None) -> None:
     """Write everything but the report, with the format and the files of the pruned model.
 
-    Its own weights where there are no others.
+    Its own weights are written if there are no others.
     """
     source, folder = job.pruned.folder, pieces.new
     for file in sorted(set(job.pruned.files.values())):
