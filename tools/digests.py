@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 import coec  # noqa: E402
 import tiny_models as tm  # noqa: E402
+from coec.models.architectures import ARCHITECTURES  # noqa: E402
 
 Settings = dict[str, Any]
 WIKI, STORIES = "data/wikitext-2/valid.raw.txt", "data/tinystories/train.txt"
@@ -95,7 +96,10 @@ def runs(shared: Path, scratch: Path) -> dict[str, tuple[Path, Settings]]:
 
     def trained(model: str, settings: Settings) -> tuple[Path, Settings]:
         text = {"calibration": str(shared / MODELS[model])}
-        return shared / "models" / model, text | TRAINED | settings
+        settings = text | TRAINED | settings
+        if "budget" in settings:
+            del settings["sparsity"]
+        return shared / "models" / model, settings
 
     table = {
         f"{model}, {preset}": trained(model, settings)
@@ -107,8 +111,11 @@ def runs(shared: Path, scratch: Path) -> dict[str, tuple[Path, Settings]]:
     tokens = tm.token_file(scratch / "tokens.npy")
     for variant in tm.VARIANTS:
         folder = tm.save(tm.tiny(variant, torch.float32), scratch / "random" / variant)
+        kept = ARCHITECTURES[tm.raw_config(variant)["model_type"]].attention_kept
         for preset in ("paper", "fast"):
             settings = {"calibration": tokens, "preset": preset, **RANDOM}
+            if preset == "fast" and not kept:
+                settings["attention_sparsity"] = 0.3
             table[f"random {variant}, {preset}"] = folder, settings
     return table
 

@@ -1,45 +1,13 @@
-"""Rules that share the kept units among blocks, by name, and what units are worth (METHODS §10).
+"""How much the output error falls for every unit, by which sites are compared (METHODS §10)."""
 
-A score ranks the units of one site; the importances here compare sites.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.selection import flap, unit_scores
 from coec.selection.elimination import removal_path
-from coec.settings.parts import Allocation
 from coec.types import Gram, KeptSet
-
-Importance = Callable[[Tensor, Gram, int, int, int], tuple[Float[Tensor, " u"], KeptSet | None]]
-"""`(weight, gram, units, keep, ranges)` of a site that keeps so many units where all blocks are
-alike, as many of each range → the importance of every unit, that of the last one to be removed
-first; and the units that are left of a path of removals, where there is one."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Rule that shares the kept units among blocks.
-
-    Attributes:
-        importance: of one site's units; None where every block keeps the same fraction.
-        runs_models: True where what a site costs is measured by running pruned models over text.
-    """
-
-    importance: Importance | None = None
-    runs_models: bool = False
-
-
-def by_score(
-    weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int, ranges: int
-) -> tuple[Float[Tensor, " u"], None]:
-    """Return FLAP's standardised scores, by which sites are compared as they are."""
-    return standardised(weight, gram, units), None
-
 
 def by_error(
     weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int, ranges: int
@@ -50,28 +18,6 @@ def by_error(
     gone = {unit for unit, _ in path[: units - keep]}
     staying = torch.tensor([unit for unit in range(units) if unit not in gone])
     return error_saved([cost for _, cost in path], keep, ranges), KeptSet(staying, units)
-
-
-ALLOCATIONS: dict[Allocation, Rule] = {
-    "uniform": Rule(),
-    "adaptive": Rule(by_score),
-    "error": Rule(by_error, runs_models=True),
-}
-
-
-def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[Tensor, " u"]:
-    """FLAP's scores of units, less their mean and over their deviation, highest first.
-
-    float64, on the CPU. All are 0 where the scores do not differ.
-
-    Source: FLAP's AL-AM (An et al. 2024).
-    """
-    # WIFV scores → deviations from their mean, over the unbiased standard deviation of the site
-    scores = unit_scores(flap(weight.to(gram.xx), gram), units).double().cpu()
-    deviations = scores - scores.mean()
-    spread = deviations.square().sum().div(max(units - 1, 1)).sqrt()
-    ranked = deviations.sort(descending=True).values
-    return ranked / spread if spread > 0 else torch.zeros_like(ranked)
 
 
 def error_saved(costs: Sequence[float], keep: int, last: int = 1) -> Float[Tensor, " u"]:

@@ -29,22 +29,12 @@ COMMANDS = {
     "prune": Entry(
         "prune", "Prune MODEL and write the smaller dense model to OUT.",
         ("coec prune MODEL OUT --sparsity 0.3",
-         "coec prune MODEL OUT --preset best --recover 20M"),
-    ),
-    "compensate": Entry(
-        "prune", "Compensate what another program pruned from DENSE; write the result to OUT.",
-        ("coec compensate DENSE PRUNED OUT --preset best",
-         "coec compensate DENSE PRUNED OUT --calibration my-text.txt"),
+         "coec prune MODEL OUT --by-block --recover 20M"),
     ),
     "recover": Entry(
         "recover", "Train PRUNED to predict as DENSE does, and write the best state to OUT.",
         ("coec recover DENSE PRUNED OUT --text my-text.txt --tokens 20M",
          "coec recover DENSE PRUNED --lora 16 --dry-run"),
-    ),
-    "collect": Entry(
-        "collect", "Keep the statistics of MODEL's dense pass in STATS, for many prunings.",
-        ("coec collect MODEL STATISTICS --samples 128",
-         "coec collect MODEL STATISTICS --calibration my-text.txt"),
     ),
     "eval": Entry(
         "evaluate", "Measure the token perplexity of MODEL, and its distance from a baseline.",

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from coec.cli.common import JSON, show
 from coec.cli.flags import with_flags
-from coec.settings import Preset
+from coec.config.recipe import PRESETS
+from coec.config.settings import shown
 
 
 @with_flags(JSON)
@@ -17,14 +18,13 @@ def methods_command(**flags: Any) -> None:
     from coec.compensation import COMPENSATIONS
     from coec.models.architectures import ARCHITECTURES
     from coec.selection import SELECTIONS
-    from coec.settings import PRESETS
 
     options = {
         name: {row.name: row.text for row in method.settings}
         for name, method in COMPENSATIONS.items()
     }
     listing: dict[str, dict[str, str]] = {
-        "presets": {name: _preset(preset) for name, preset in PRESETS.items()},
+        "presets": {name: _preset(*preset) for name, preset in PRESETS.items()},
         "selections": {name: _described(score) for name, score in SELECTIONS.items()},
         "compensations": {name: _described(m.function) for name, m in COMPENSATIONS.items()},
         "architectures": {
@@ -45,12 +45,9 @@ def _lines(
                 yield f"    options: {', '.join(options[name])}"
 
 
-def _preset(preset: Preset) -> str:
-    settings = ", ".join(
-        f"{name} = {str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in preset.settings.items()
-    )
-    return f"{preset.about.rstrip('.')}{settings and f' [{settings}]'}"
+def _preset(about: str, settings: Mapping[str, Any]) -> str:
+    brought = ", ".join(f"{name} = {shown(value)}" for name, value in settings.items())
+    return f"{about.rstrip('.')}{brought and f' [{brought}]'}"
 
 
 def _described(function: Callable[..., object]) -> str:

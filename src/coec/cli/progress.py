@@ -11,8 +11,8 @@ from coec.events import RESUMING, Progress, duration
 
 _HALF_MINUTE = 30.0
 """Seconds between two lines, but for those of finished blocks and cells."""
-_LONG = ("solving", "reconstructing", "allocating", "trying", "cells")
-"""Phases of blocks or cells, each of which may take long and has a line when it is finished."""
+_LONG = ("solving", "allocating")
+"""Phases of blocks, each of which may take long and has a line when it is finished."""
 
 
 @contextmanager

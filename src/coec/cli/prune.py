@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from coec.cli import common
+from coec.cli.commands import HELP_ALL
 from coec.cli.flags import (
     Flag,
-    Values,
     argument,
     flags_of,
     given,
@@ -37,11 +39,23 @@ FIRST_SCREEN = (
     "sparsity", "budget", "by_block", "preset", "calibration", "samples", "seq_len", "device",
 )  # fmt: skip
 """Settings that help shows without `--help-all`."""
+
+
+def _show_all(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta[HELP_ALL] = True
+        print(ctx.get_help())
+        raise typer.Exit
+
+
 _RECOVER = Flag(
     "recover", str,
     "Train the result on so many tokens of the calibration text, such as 300k or 20M, before it is "
     "written to OUT, as `coec recover` does.", "How to compensate", "TOKENS",
 )  # fmt: skip
+_HELP_ALL = switch(HELP_ALL, "Show every flag, and those of each compensation.")._replace(
+    callback=_show_all
+)
 _OPTIONS = [
     flag._replace(heading=f"Options of --compensation {method}")
     for method, options in {"coec": CoecOptions, "ridge-to-slice": RidgeOptions}.items()
@@ -59,7 +73,7 @@ NAMES = [flag.name for flag in (*_SETTINGS, *_OPTIONS)]
     _RECOVER,
     switch("dry_run", "Print the plan from the configuration alone."),
     common.CONFIG_FILE, common.FORCE, common.RESTART, common.TRUST_REMOTE_CODE, common.QUIET,
-    common.JSON, common.HELP_ALL,
+    common.JSON, _HELP_ALL,
     *(flag for flag in _SETTINGS if flag.name not in FIRST_SCREEN),
     *_OPTIONS,
 )  # fmt: skip

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from coec.models.description import Description
     from coec.models.files import JsonDict
-    from coec.pipeline.report import Report
+    from coec.checkpoint.report import Report
 
 _FLAGS = [
     flag._replace(type=str, metavar="N") if flag.name == "tokens" else flag

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import NonNegativeFloat
+
 from coec.config.settings import Settings, setting
 
 
@@ -48,7 +50,7 @@ class CoecOptions(Options):
 class RidgeOptions(Options):
     """Options of the ridge regressions (docs/METHODS.md §4)."""
 
-    ridge: float | Literal["auto"] = setting(1e-2, ge=0)
+    ridge: NonNegativeFloat | Literal["auto"] = 1e-2
     """λ relative to the mean diagonal of Gxx, at least 0; `auto` penalises every channel by its own
     energy, the less the more tokens there are."""
 

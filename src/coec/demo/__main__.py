@@ -17,8 +17,8 @@ from coec.calibration.tokens import load_tokenizer
 from coec.cli.common import quieten, results, table
 from coec.cli.progress import showing_progress
 from coec.evaluation.perplexity import perplexity
-from coec.pipeline.prune import prune
-from coec.streaming.self_text import sample_from_model
+from coec.pruning import prune
+from coec.streams.self_text import sample_from_model
 
 MODEL = Path(__file__).parent / "model"
 METHODS: dict[str, dict[str, Any]] = {

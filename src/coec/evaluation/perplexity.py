@@ -31,10 +31,10 @@ from coec.evaluation.settings import TextEvaluation
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
-from coec.pipeline.report import calibration_digest
+from coec.checkpoint.report import calibration_digest
 from coec.settings.typed import TextSettings
-from coec.streaming.head import Prediction
-from coec.streaming.self_text import sample_from_model, windows_that_fit
+from coec.streams.head import Prediction
+from coec.streams.self_text import sample_from_model, windows_that_fit
 
 _Model: TypeAlias = str | Path | Dense | PreTrainedModel
 EVALUATION_SEQ_LEN = 4096

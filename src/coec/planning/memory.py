@@ -74,7 +74,7 @@ def memory(plan: Plan) -> list[Memory]:
             "solving", "logits",
         ),
         "passes": (*block, "forward pass", "statistics"),
-        "solving": ("hidden states", "text", "solving"),
+        "solving": ("hidden states", "solving"),
         "training": (*block, "training", "logits"),
         "predicting": ("hidden states", "logits"),
         "writing": ("shard",),

@@ -13,16 +13,17 @@ import torch
 
 from coec.config.recovery import PassDtypeName
 from coec.events import Progress
-from coec.execution.journal import Journal, journal, unfinished
-from coec.execution.output import STATES, check_output, path_of, resolved
+from coec.allocation.kept import KeptUnits
+from coec.checkpoint.journal import Journal, journal, unfinished
+from coec.checkpoint.folder import STATES, check_output, path_of, resolved
 from coec.models.dense import Dense
-from coec.models.description import Description
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_digest
-from coec.pipeline import prune as pruning
-from coec.pipeline.card import write_card
-from coec.pipeline.report import Report
-from coec.planning.recipe import Recipe
+from coec.planning.plan import Plan
+from coec.pruning import prune
+from coec.checkpoint.card import write_card
+from coec.checkpoint.report import Report
+from coec.config.recipe import Recipe
 from coec.recovery.job import Job, check_alone, check_text, identity_of, recovery_of
 from coec.recovery.plan import check_plan
 
@@ -100,22 +101,22 @@ def prune_and_recover(
         CoecError: with one line that says what to change; the needs of training are checked first.
     """
     # Everything that can be refused is refused before the pruning, the training's needs too.
-    recipe = Recipe(**settings).opened()
+    recipe = Recipe(**settings)
     dense, target = Dense.open(model), resolved(path_of(out))
     check_alone(dense)
     check_output(target, dense.folder, force=force or unfinished(target))
-    recovery, trust = recovery_of(settings_like(recipe, tokens)), recipe.runtime.trust_remote_code
-    planned = pruning.plan(dense, recipe)
+    recovery, trust = recovery_of(settings_like(recipe, tokens)), recipe.trust_remote_code
+    planned = Plan.of(dense, recipe, KeptUnits.named(recipe.kept, dense))
     check_text(dense, recovery, planned.seq_len, trust=trust)
     if planned.decided:
-        check_plan(dense, Description.of(planned.output.config), recovery)
-    asked = {name: str(value) for name, value in recipe.record().items() if name != "device"}
+        check_plan(dense, planned.pruned_model, recovery)
+    asked = {name: str(value) for name, value in recipe.record("device").items()}
     identity: JsonDict = {
-        "pruning": asked | {"kept": None if recipe.kept is None else recipe.kept.digest},
+        "pruning": asked | {"kept": None if planned.kept is None else planned.kept.digest},
         "recovery": identity_of(recovery), "dense": dense.fingerprint,
         "tokenizer": tokenizer_digest(dense.folder),
     }  # fmt: skip
-    restart = pruning.begins_anew(recipe, target, restart)
+    restart = restart or bool(recipe.own_functions)
     with journal(target, identity, force=force, restart=restart) as pieces:
         if pieces.finished:
             return replace(Report.read(target), model=dense.name)
@@ -125,20 +126,19 @@ def prune_and_recover(
             if "pruning" not in pieces:
                 pieces.note("pruning")  # the finished part of a killed pruning is kept
             folder.parent.mkdir(exist_ok=True)
-            pruning.prune(dense, folder, recipe, progress=progress)
+            prune(dense, folder, progress=progress, **settings)
         job = Job.checked(dense, Dense.open(folder), target, recovery, trust=trust)
         return _recovered(job, pieces, progress)
 
 
 def settings_like(recipe: Recipe, tokens: int | str) -> JsonDict:
     """Return the settings of a training on the text of a calibration."""
-    calibration = recipe.calibration
     # Training takes two of the dtypes of a calibration; float16 would overflow.
-    forward = calibration.forward_dtype
+    forward = recipe.forward_dtype
     return {
         "forward_dtype": forward if forward in get_args(PassDtypeName) else None,
-        "text": calibration.source, "text_column": calibration.text_column, "tokens": tokens,
-        "seq_len": calibration.seq_len, "seed": calibration.seed, "device": recipe.runtime.device,
+        "text": recipe.calibration, "text_column": recipe.text_column, "tokens": tokens,
+        "seq_len": recipe.seq_len, "seed": recipe.seed, "device": recipe.device,
     }  # fmt: skip
 
 

@@ -27,11 +27,11 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from transformers.trainer import TRAINER_STATE_NAME
 
 from coec.events import Progress, record
-from coec.execution.journal import Journal
-from coec.execution.output import free_space, sync, writing
+from coec.checkpoint.journal import Journal
+from coec.checkpoint.folder import free_space, sync, writing
 from coec.models.files import JsonDict, digests_in, write_tensors
 from coec.recovery.text import Examples, TopTokens
-from coec.streaming.head import LOGITS_PER_PASS
+from coec.sizes import LOGITS_PER_PASS
 
 _SAVED = "model.safetensors"
 _WRITER = "inline_container.cc"

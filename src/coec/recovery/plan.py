@@ -20,9 +20,9 @@ from coec.devices import (
 )
 from coec.errors import OptionError
 from coec.models.description import Description
-from coec.planning.phases import weights_met
+from coec.planning.memory import weights_met
 from coec.recovery.text import TOP, windows_needed
-from coec.streaming.head import LOGITS_PER_PASS
+from coec.sizes import LOGITS_PER_PASS
 
 USUAL_RANK = 16
 """Rank of the low-rank additions that a refusal proposes."""

@@ -24,8 +24,8 @@ from coec.calibration.tokens import load_tokenizer
 from coec.devices import environment
 from coec.errors import NumericalError
 from coec.events import RESUMING, Progress, record
-from coec.execution.journal import Journal
-from coec.execution.output import STATES, WORK
+from coec.checkpoint.journal import Journal
+from coec.checkpoint.folder import STATES, WORK
 from coec.models.files import INDEX, JsonDict, write_tensors
 from coec.models.folder import CONFIG, carry_files
 from coec.recovery import text as texts
@@ -40,8 +40,8 @@ from coec.recovery.distillation import (
 from coec.recovery.job import Job
 from coec.recovery.plan import KEPT_STATES, shards
 from coec.recovery.text import Examples
-from coec.settings.fields import nth_seed
-from coec.streaming.self_text import sample_from_model, windows_that_fit
+from coec.config.settings import nth_seed
+from coec.streams.self_text import sample_from_model, windows_that_fit
 
 _T = TypeVar("_T")
 EVALUATIONS = 4
