@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import typer
 from mkdocs.structure.files import File, Files  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,12 +44,11 @@ def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
 
 def commands() -> str:
     """Return the command reference: what a command does, its arguments, its flags by heading."""
-    from coec.cli.commands import app
+    from coec.cli.commands import COMMANDS, command_of
 
-    group: Any = typer.main.get_command(app)
     said = "What `coec COMMAND --help` says (`--help-all` for prune and compensate)."
     parts = [f"# Commands\n\n{said}\n"]
-    for name, command in group.commands.items():
+    for name, command in ((name, command_of(name)) for name in COMMANDS):
         parts.append(f"## coec {name}\n\n{_paragraphs(command.help)}\n")
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         parts += [f"- `{p.metavar or p.name.upper()}`: {_escaped(p.help or '')}" for p in arguments]

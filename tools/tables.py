@@ -10,12 +10,10 @@ Tests compare what is written with what these commands print.
 import argparse
 from collections.abc import Iterable, Mapping
 
-from coec.evaluation.settings import TaskEvaluation, TextEvaluation
 from coec.models.architectures import packaged
 from coec.models.formats import LOADERS
 from coec.settings import OPTIONS, PARTS, RECIPE, TABLE, Setting
 from coec.settings.fields import shown
-from coec.settings.recovery import Recovery
 
 _PREFACE = """# Settings
 
@@ -66,13 +64,9 @@ def _row(item: Setting) -> str:
 def typed() -> str:
     """Return the source of typed.py: the types of all settings, as keyword arguments."""
     apart = {"options": "dict[str, Any]", "trust_remote_code": "bool"}
-    classes = (
-        _class("PruningSettings", "a pruning, of its text and of the machine", TABLE, apart),
-        _class("RecoverySettings", "a training, of its text and of the machine", Recovery.table()),
-        _class("TextSettings", "`TextEvaluation`", TextEvaluation.table()),
-        _class("TaskSettings", "`TaskEvaluation`", TaskEvaluation.table()),
+    return _TYPED + _class(
+        "PruningSettings", "a pruning, of its text and of the machine", TABLE, apart
     )
-    return _TYPED + "".join(classes)
 
 
 def _class(

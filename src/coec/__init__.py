@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from coec.exporting.export import Export, export
     from coec.planning.plan import Plan
     from coec.pruning import plan, prune
-    from coec.recovery.recover import recover
+    from coec.recovery import recover
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
 _MODULES = {
@@ -29,7 +29,7 @@ _MODULES = {
     "coec.exporting.export": ("Export", "export"),
     "coec.planning.plan": ("Plan",),
     "coec.pruning": ("plan", "prune"),
-    "coec.recovery.recover": ("recover",),
+    "coec.recovery": ("recover",),
     "coec.types": ("Gram", "KeptSet", "SiteProblem", "SiteResult"),
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names}

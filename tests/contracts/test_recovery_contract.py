@@ -6,7 +6,7 @@ import torch
 import coec
 import tiny_models as tm
 from coec.models.dense import Dense
-from coec.recovery import training
+from coec.recovery import session
 
 pytestmark = pytest.mark.unchecked  # whole models
 
@@ -77,7 +77,7 @@ def test_low_rank_additions_become_weights_of_other_families(
     """On random models four steps need not help, so that the result is taken as better."""
     dense, start, text = pruned(variant)
     divergences = iter((1.0, 0.5))
-    monkeypatch.setattr(training, "divergence", lambda *given: next(divergences))
+    monkeypatch.setattr(session, "divergence", lambda *given: next(divergences))
     coec.recover(dense, start, tmp_path / "out", text=text, lora=4, **TRAINING)
     before, after = Dense.open(start), Dense.open(tmp_path / "out")
     changed = [n for n in before.files if not torch.equal(before.tensor(n), after.tensor(n))]

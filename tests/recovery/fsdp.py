@@ -10,9 +10,9 @@ from accelerate import state
 from accelerate.utils import DistributedType
 
 from coec.cli import main
-from coec.recovery import training
+from coec.recovery import distillation
 
-begin, save = state.PartialState.__init__, training.TrainingMonitor.on_save
+begin, save = state.PartialState.__init__, distillation.TrainingMonitor.on_save
 
 
 def begin_on_devices(self, *args, **options):
@@ -30,5 +30,5 @@ def save_and_stop(self, *args, **options):
 
 state.PartialState.__init__ = begin_on_devices
 if "STOP_AT_STATE" in os.environ:
-    training.TrainingMonitor.on_save = save_and_stop
+    distillation.TrainingMonitor.on_save = save_and_stop
 main()

@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -24,15 +24,14 @@ from coec.calibration.tokens import (
     source_of,
 )
 from coec.calibration.windows import Windows, all_windows, resolve_seq_len
+from coec.config.evaluation import TextEvaluation
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
-from coec.evaluation.pair import Loaded, load_network
-from coec.evaluation.settings import TextEvaluation
+from coec.evaluation.models import Loaded, load_network, opened
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.checkpoint.report import calibration_digest
-from coec.settings.typed import TextSettings
 from coec.streams.head import Prediction
 from coec.streams.self_text import sample_from_model, windows_that_fit
 
@@ -40,9 +39,9 @@ _Model: TypeAlias = str | Path | Dense | PreTrainedModel
 EVALUATION_SEQ_LEN = 4096
 """Tokens of an evaluation window, if the model has so many positions."""
 _MEASURED_WINDOWS, _MEASURED_LENGTH = 4, 512
-"""Windows on which the need of a start is measured, and their tokens, at most."""
+"""Largest number of windows on which the need of a start is measured, and of their tokens."""
 _NEEDED = 0.1
-"""Nats per token by which text must be better predicted behind the tokenizer's start for `auto` to
+"""Nats per token by which text must be better predicted after the tokenizer's start for `auto` to
 put it before every window. Models that need it lose whole nats without, others hundredths."""
 _LOGITS_PER_BATCH = 2**22
 """Upper bound of batch · length · vocabulary, the logits in memory at once."""
@@ -87,12 +86,12 @@ class Perplexity:
 
 def perplexity(
     model: _Model,
-    text: str | Path | Iterable[Any] | Windows = "wikitext2",
+    text: str | Path | Iterable[Any] = "wikitext2",
     *,
     baseline: str | Path | Dense | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
-    **settings: Unpack[TextSettings],
+    **settings: Any,
 ) -> Perplexity:
     """Measure the token perplexity on non-overlapping windows of one text, without the tail.
 
@@ -102,13 +101,14 @@ def perplexity(
 
     Args:
         model: a model folder or hub name; or a model of transformers in memory, which is measured
-            where and as it is, with the tokenizer of the folder that it is from, or the baseline's.
+            on its device and in its dtype, with the tokenizer of its folder, or the baseline's.
         text: `wikitext2`, `c4`, `hub:OWNER/NAME[:CONFIG]`, a file as in `coec prune`, a list of
             strings, a data set of `datasets`, a tensor or array of token ids, or `self`: text
-            sampled from the baseline (`samples` windows under `seed`); or windows already cut.
-        baseline: the dense model, for the ratio, the KL divergence and the agreement; `coec` reads
-            it, whatever `via` says of the model.
+            sampled from the baseline (`samples` windows under `seed`).
+        baseline: the dense model, for the ratio, the KL divergence and the agreement; `coec` builds
+            it, also if `via` is transformers.
         trust_remote_code: let the model's tokenizer run its own Python code.
+        progress: called with (phase, done, total).
         settings: fields of `TextEvaluation`; C4's validation split takes the place of test, and
             `via="transformers"` leaves a model in the dtype in which it is stored.
 
@@ -117,52 +117,43 @@ def perplexity(
     """
     began = time.perf_counter()
     rules = TextEvaluation(**settings)
-    chosen = model.device if isinstance(model, PreTrainedModel) else choose_device(rules.device)
-    opened = _opened(model, rules, chosen, trust_remote_code)
+    device = model.device if isinstance(model, PreTrainedModel) else choose_device(rules.device)
+    measured = opened(model, rules, device, trust_remote_code=trust_remote_code)
     dense = None if baseline is None else Dense.open(baseline)
-    calibrated = calibration_digest(opened.folder)
     if dense is not None:
-        _check_baseline(opened, dense, trust_remote_code)
-    from_model = isinstance(text, str) and text == "self"
-    if from_model and dense is None:
+        _check_baseline(measured, dense, trust_remote_code)
+    length = resolve_seq_len(rules.seq_len, measured.positions, EVALUATION_SEQ_LEN)
+    sampled = isinstance(text, str) and text == "self"
+    # Text → windows, before networks are built; the text that the baseline writes comes later
+    if sampled and dense is None:
         raise OptionError("text=self samples from the baseline: give baseline=DENSE")
-    # Text → windows, before networks are built; what the baseline writes itself comes after
-    windows = cut = None
-    if isinstance(text, Windows):
-        windows = text
-    elif not from_model:
-        # A model in memory may have no folder: the baseline's tokenizer stands in for its own.
-        foreign = isinstance(opened, Loaded) and not has_tokenizer(opened.folder)
-        reader = dense if foreign and dense is not None else opened
-        cut = _Cut.of(reader, text, rules, trust_remote_code, progress)
-        windows = cut(bos=rules.bos == "on")
-    # Networks → start or none → sampled windows → sums over all tokens
+    if not sampled:
+        # A model in memory may have no folder: the baseline's tokenizer takes the place of its own.
+        foreign = isinstance(measured, Loaded) and not has_tokenizer(measured.folder)
+        reader = dense if foreign and dense is not None else measured
+        stream = _read(reader, text, rules, length, trust_remote_code, progress)
+        windows = _cut(stream, rules, length, bos=rules.bos == "on")
+    # Networks → sampled windows, or windows with the start if it is needed → sums over all tokens
     network = (
-        opened.network if isinstance(opened, Loaded) else load_network(opened, chosen, rules.dtype)
-    )
-    base = None if dense is None else load_network(dense, chosen, rules.dtype)
-    if cut is not None and rules.bos == "auto" and _needs_start(base or network, cut):
-        windows = cut(bos=True)
-    if windows is None:
-        assert base is not None
+        measured.network if isinstance(measured, Loaded)
+        else load_network(measured, device, rules.dtype)
+    )  # fmt: skip
+    base = None if dense is None else load_network(dense, device, rules.dtype)
+    if sampled:
         assert dense is not None
-        rules = replace(rules, seq_len=_window_length(rules, opened))
-        windows = sampled_windows(dense, base, rules, trust_remote_code, progress)
+        windows = sample_from_model(
+            base, load_tokenizer(dense.folder, trust_remote_code=trust_remote_code),
+            samples=rules.samples, seq_len=length, seed=rules.seed,
+            at_once=windows_that_fit(dense, base, length), progress=progress,
+        )  # fmt: skip
+    elif rules.bos == "auto" and 0 < len(stream.start) <= length - 2:  # two tokens are compared
+        begun = _cut(stream, rules, length, bos=True)
+        if _needs_start(base or network, begun.ids, len(stream.start)):
+            windows = begun
     prediction = _predict(network, base, windows.ids, progress)
+    calibrated = calibration_digest(measured.folder)
     result = _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
     return replace(result, seconds=time.perf_counter() - began)
-
-
-def _opened(
-    model: _Model, rules: TextEvaluation, device: torch.device, trust: bool
-) -> Dense | Loaded:
-    """Open the model that is measured, as `via` says; one that is loaded stays as it is."""
-    if isinstance(model, PreTrainedModel):
-        return Loaded(Path(model.name_or_path or type(model).__name__), model.eval())
-    if rules.via == "coec":
-        return Dense.open(model)
-    folder = model.folder if isinstance(model, Dense) else model
-    return Loaded.open(folder, device, rules.dtype, trust_remote_code=trust)
 
 
 def _check_baseline(model: Dense | Loaded, dense: Dense, trust_remote_code: bool) -> None:
@@ -181,7 +172,7 @@ def _result(
     calibrated: str | None,
     compared: bool,
 ) -> Perplexity:
-    """Summarize the sums over all tokens; the seconds are still 0."""
+    """Return the sums over all tokens as a result; the seconds are still 0."""
     count, length = windows.ids.shape
     perplexity = _exp(prediction.cross_entropy, "model")
     baseline = _exp(prediction.baseline_cross_entropy, "baseline") if compared else None
@@ -209,101 +200,53 @@ def _result(
     )
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """The text of an evaluation, to be cut into windows with the tokenizer's start or without."""
-
-    stream: Stream
-    length: int
-    limit: int | None
-
-    @classmethod
-    def of(
-        cls,
-        model: Dense | Loaded,
-        text: str | Path | Iterable[Any],
-        rules: TextEvaluation,
-        trust_remote_code: bool,
-        progress: Progress | None,
-    ) -> "_Cut":
-        """Read the text with the model's tokenizer."""
-        length, limit = _window_length(rules, model), rules.max_windows
-        stream = read_stream(
-            source_of(text, rules.text_column),
-            partial(load_tokenizer, model.folder, trust_remote_code=trust_remote_code),
-            split=rules.split, text_column=rules.text_column,
-            extent=Extent(None if limit is None else limit * length), progress=progress,
-        )  # fmt: skip
-        return cls(stream.within(model.vocabulary), length, limit)
-
-    def __call__(self, *, bos: bool) -> Windows:
-        if bos and not len(self.stream.start):
-            raise OptionError(
-                "bos=on has no effect here: token ids are taken as they are, and this tokenizer "
-                "may put nothing before a text; leave bos out"
-            )
-        windows = all_windows(self.stream, seq_len=self.length, bos=bos)
-        return replace(windows, ids=windows.ids[: self.limit])
+def _read(
+    model: Dense | Loaded,
+    text: Any,
+    rules: TextEvaluation,
+    length: int,
+    trust_remote_code: bool,
+    progress: Progress | None,
+) -> Stream:
+    """Read the text with the model's tokenizer, as far as it is needed."""
+    limit = None if rules.max_windows is None else rules.max_windows * length
+    stream = read_stream(
+        source_of(text, rules.text_column),
+        partial(load_tokenizer, model.folder, trust_remote_code=trust_remote_code),
+        split=rules.split, text_column=rules.text_column, extent=Extent(limit), progress=progress,
+    )  # fmt: skip
+    return stream.within(model.vocabulary)
 
 
-def _window_length(rules: TextEvaluation, model: Dense | Loaded) -> int:
-    return resolve_seq_len(rules.seq_len, model.positions, EVALUATION_SEQ_LEN)
-
-
-def evaluation_windows(
-    model: str | Path | Dense,
-    text: str | Path | Iterable[Any],
-    *,
-    decides: Callable[[], PreTrainedModel] | None = None,
-    trust_remote_code: bool = False,
-    **settings: Unpack[TextSettings],
-) -> Windows:
-    """Cut the windows on which `perplexity` with these arguments is measured.
-
-    They are those of `bos="auto"` where a model decides, and of `bos="off"` else.
-
-    Args:
-        decides: returns the model; called only where the tokenizer puts something before a text.
-    """
-    cut = _Cut.of(Dense.open(model), text, TextEvaluation(**settings), trust_remote_code, None)
-    if decides is None or not len(cut.stream.start):
-        return cut(bos=False)
-    return cut(bos=_needs_start(decides(), cut))
+def _cut(stream: Stream, rules: TextEvaluation, length: int, *, bos: bool) -> Windows:
+    """Cut the text into windows, with the tokenizer's start or without."""
+    if bos and not len(stream.start):
+        raise OptionError(
+            "bos=on has no effect here: the text is token ids, or this tokenizer puts nothing "
+            "before a text; leave bos out"
+        )
+    windows = all_windows(stream, seq_len=length, bos=bos)
+    return replace(windows, ids=windows.ids[: rules.max_windows])
 
 
 @torch.no_grad()
-def _needs_start(network: PreTrainedModel, cut: _Cut) -> bool:
-    """Return whether a few windows are predicted better behind the tokenizer's start, by _NEEDED.
+def _needs_start(network: PreTrainedModel, ids: Int[Tensor, "n length"], start: int) -> bool:
+    """Return whether a few windows are predicted better after the tokenizer's start, by _NEEDED.
 
     Both cross-entropies are means over the same tokens.
+
+    Args:
+        network: the model that decides.
+        ids: windows that begin with the start.
+        start: number of its tokens.
     """
-    start = len(cut.stream.start)
-    length = min(cut.length, _MEASURED_LENGTH)
-    if not start or length < start + 2:
-        return False
-    # log p of the same tokens, behind the start and without it → the mean gain
-    behind = cut(bos=True).ids[:_MEASURED_WINDOWS, :length].to(network.device)
-    text = behind[:, start:]
-    with_start = _log_probabilities(network, behind)[:, start:]
+    # log p of the same tokens, after the start and without it → the mean gain
+    begun = ids[:_MEASURED_WINDOWS, :_MEASURED_LENGTH].to(network.device)
+    text = begun[:, start:]
+    with_start = _log_probabilities(network, begun)[:, start:]
     without = _log_probabilities(network, text)
     gain = (with_start - without).gather(-1, text[:, 1:, None]).mean()
     return float(gain) > _NEEDED
-
-
-def sampled_windows(
-    dense: Dense,
-    network: PreTrainedModel,
-    rules: TextEvaluation,
-    trust_remote_code: bool,
-    progress: Progress | None = None,
-) -> Windows:
-    """Sample the windows of `text = "self"` from the dense model."""
-    length = _window_length(rules, dense)
-    return sample_from_model(
-        network, load_tokenizer(dense.folder, trust_remote_code=trust_remote_code),
-        samples=rules.samples, seq_len=length, seed=rules.seed,
-        at_once=windows_that_fit(dense, network, length), progress=progress,
-    )  # fmt: skip
 
 
 @torch.no_grad()
