@@ -19,7 +19,7 @@ def folders(dense, tokens, tmp_path_factory):
     """A model, and beside it what was made of it."""
     root = tmp_path_factory.mktemp("analyze")
     model = shutil.copytree(dense, root / "dense")
-    coec.prune(model, root / "pruned", calibration=tokens, samples=24, seq_len=32, rounds=1,
+    coec.prune(model, root / "pruned", calibration=tokens, samples=24, seq_len=32,
                preset="paper")  # fmt: skip
     return model, root / "pruned"
 

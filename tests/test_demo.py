@@ -56,8 +56,7 @@ def test_the_picture_has_every_compensation_twice_sorted_and_none_behind_another
 
 
 def hasty(model, out, **settings):
-    few = {"rounds": 1, "iterations": 3} if settings.get("compensation") == "coec" else {}
-    return coec.prune(model, out, **{**settings, **few})
+    return coec.prune(model, out, **settings)
 
 
 def test_the_demo_asks_for_what_draws_before_it_works(monkeypatch, tmp_path):

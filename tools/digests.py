@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "propagate": {"preset": "fast", "propagate": True},
     "coec, propagate": {"propagate": True, "token_weights": "residual"},
     "budget": {"budget_parameters": 0.8},
-    "multiple": {"multiple_of": 8}, "slices": {"slices": 2, "lambda_a": 0.0},
+    "multiple": {"multiple_of": 8},
     "no alignment": {"lambda_a": 0.0},
     "bfloat16": {"dtype": "bfloat16"},
     "kv all": {"preset": "fast", "kv_groups": "all"},
@@ -58,7 +58,7 @@ TRAINED: dict[str, tuple[str, str, dict[str, Any]]] = {
     },
     **{
         f"stories260K, {selection}": ("stories260K", STORIES, {**SHORT, "selection": selection})
-        for selection in ("wanda-sp", "flap", "obs", "leverage", "magnitude", "random")
+        for selection in ("wanda-sp", "flap", "obs", "magnitude", "random")
     },
     **{
         f"stories260K, {name}": ("stories260K", STORIES, {**SHORT, "compensation": name})

@@ -8,7 +8,7 @@ import coec
 @pytest.fixture(scope="session")
 def pruned_folder(dense, tokens, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair") / "pruned"
-    coec.prune(dense, folder, calibration=tokens, samples=24, seq_len=32, rounds=2, r_p=4,
+    coec.prune(dense, folder, calibration=tokens, samples=24, seq_len=32, r_p=4,
                preset="paper")  # fmt: skip
     return folder
 

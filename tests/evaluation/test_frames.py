@@ -9,7 +9,7 @@ import torch
 from pandas import json_normalize
 
 import problems
-from coec.compensation.anchor import Anchor
+from coec.compensation.frame import Anchor
 from coec.errors import NumericalError
 from coec.evaluation.frames import compare_frames
 from coec.linalg.right import Alignment

@@ -78,7 +78,7 @@ def test_nothing_compensated_nothing_turned(dense, tokens, tmp_path):
 def test_a_site_that_keeps_everything_is_left_out(tokens, tmp_path):
     network = tm.tiny("llama", torch.float32, num_attention_heads=2, num_key_value_heads=1)
     dense = tm.save(network, tmp_path / "dense")
-    coec.prune(dense, tmp_path / "out", calibration=tokens, samples=24, seq_len=32, rounds=1,
+    coec.prune(dense, tmp_path / "out", calibration=tokens, samples=24, seq_len=32,
                preset="paper")  # fmt: skip
     rows = coec.geometry(dense, tmp_path / "out", ranks={"mlp": 4})
     assert [row["site"] for row in rows] == ["mlp", "mlp"]
@@ -162,7 +162,7 @@ def test_a_trained_model(solver, least_factor, shared, tmp_path):
     text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")[:50000]
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     coec.prune(folder, tmp_path / "out", selection="wanda-sp", samples=16, seq_len=256,
-               calibration=str(tmp_path / "text.txt"), solver=solver, rounds=2,
+               calibration=str(tmp_path / "text.txt"), solver=solver,
                preset="paper")  # fmt: skip
     rows = coec.geometry(folder, tmp_path / "out", ranks={"mlp": 16})
     summary = summarize(rows)

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.linalg.alignment import Alignment
-from coec.linalg.decompose import svd
-from coec.linalg.spd import rounding_level
+from coec.linalg.decompose import rounding_level, svd
 from coec.types import KeptSet
 
 

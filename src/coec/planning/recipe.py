@@ -29,7 +29,6 @@ from coec.settings import (
     Runtime,
 )
 from coec.settings.fields import plain, without_effect
-from coec.settings.options import Options
 from coec.settings.presets import with_preset
 from coec.settings.typed import PruningSettings
 from coec.types import Gram, KeptSet
@@ -106,10 +105,7 @@ class Recipe:
         source = source_of(calibration.source, calibration.text_column)
         if source is not calibration.source:
             object.__setattr__(self, "calibration", replace(calibration, source=source))
-        method = self.method
-        options = method.chosen(self.pruning.options)
-        if isinstance(options, Options):
-            options.check_parts(method.needs)
+        self.method.chosen(self.pruning.options)
         self._check_reconstruction()
         if self.own_functions:
             _rehearse(self)
