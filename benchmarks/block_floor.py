@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_map_only
 
 import coec.devices
 import coec.linalg.decompose
-import coec.linalg.polar
 import coec.streaming.layers
 import coec.streaming.two_streams
 import coec.types
@@ -50,8 +49,8 @@ _SLOWER = {
 """The same of decompositions in float64 at 14,336 rows: 2.22, 0.25 and 0.15 s."""
 PARTS = {
     "layers": "passes", "head": "predictions", "elimination": "elimination",
-    "decompose": "eigenpairs", "qdwh": "polar factors and SVDs", "conjugate": "descent",
-    "right": "descent", "stiefel": "descent", "frame": "descent", "spd": "solves",
+    "decompose": "decompositions", "conjugate": "descent",
+    "right": "descent", "frame": "descent", "spd": "solves",
 }  # fmt: skip
 """What runs an operator, by the module of the package that it is called from."""
 REST = "errors and the rest"
@@ -142,7 +141,6 @@ def as_on_a_gpu(count: Count, tokens_at_once: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, other in (
             (coec.linalg.decompose, "by_products", lambda A: True),
-            (coec.linalg.polar, "by_products", lambda A: True),
             (coec.types, "widens", widens),
             (coec.types, "summed_products", summed_products),
             (coec.streaming.two_streams, "summed_products", summed_products),

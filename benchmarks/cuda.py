@@ -36,14 +36,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--sites", nargs="+", default=["down_proj", "o_proj"])
     parser.add_argument("--dtypes", nargs="+", default=["float64", "float32"])
-    parser.add_argument("--rounds", type=int, help="limit of the alternation (its default)")
     chosen = parser.parse_args(arguments)
     device = torch.device(chosen.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         sys.exit("cuda.py: no CUDA device here; rehearse with --device cpu --scale 0.02")
     print(f"One block on {device}, scale {chosen.scale:g}. {record.header(device)}\n", flush=True)
     name = "cuda" if device.type == "cuda" else "cuda_rehearsal"
-    options = {} if chosen.rounds is None else {"rounds": chosen.rounds}
     print(f"{device_paths.chosen(device)}\n", flush=True)
     differences = device_paths.differences(device)
     print(f"{device_paths.describe_differences(differences)}\n", flush=True)
@@ -56,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows = []
             for site in (s.scaled(chosen.scale) for s in MODELS[model] if s.name in chosen.sites):
                 try:
-                    rows.append(measure(site, device, kind, rates, options))
+                    rows.append(measure(site, device, kind, rates))
                 except torch.cuda.OutOfMemoryError:
                     print(f"{model} {site.name} in {dtype}: more memory than the device has\n")
                     continue
@@ -82,13 +80,11 @@ def _save(
     record.save(name, arguments, found)
 
 
-def measure(
-    site: Site, device: torch.device, dtype: torch.dtype, rates: Rates, options: dict[str, Any]
-) -> dict[str, Any]:
+def measure(site: Site, device: torch.device, dtype: torch.dtype, rates: Rates) -> dict[str, Any]:
     """One site."""
     warm = synthetic(site.scaled(min(1.0, 64 / site.m)), dtype=dtype, device=device)
     with Meter(device).running():
-        coec.compensate(warm.weight, warm.gram, warm.kept, **options)
+        coec.compensate(warm.weight, warm.gram, warm.kept)
     instance = synthetic(site, dtype=dtype, device=device)
     gc.collect()
     if device.type == "cuda":
@@ -96,7 +92,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     meter = Meter(device, rates)
     with meter.running():
-        result = coec.compensate(instance.weight, instance.gram, instance.kept, **options)
+        result = coec.compensate(instance.weight, instance.gram, instance.kept)
     phases = meter.phases()
     total = sum(phase["seconds"] for phase in phases.values())
     device_memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

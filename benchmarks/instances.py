@@ -10,9 +10,9 @@ from torch import Tensor
 from benchmarks.operations import Site
 from coec.compensation.frame import Frame, RotationTarget
 from coec.compensation.objective import OutputProblem, kept_columns
-from coec.linalg.gcv import Shrinkage
 from coec.linalg.right import RightProblem
 from coec.linalg.spd import root
+from coec.settings import CoecOptions
 from coec.types import Gram, KeptSet
 
 ALPHA = 0.9
@@ -134,7 +134,7 @@ def right_solve(instance: Instance) -> tuple[RightProblem, Tensor]:
     """
     target = RotationTarget.of(tempered(instance))
     frame = Frame.of(kept_columns(instance.weight, instance.kept), target).rotated_left(target)
-    frame, _, _ = frame.rescaled(target, Shrinkage())
+    frame, _, _ = frame.rescaled(target, CoecOptions())
     return frame.right_problem(target, None), frame.R
 
 

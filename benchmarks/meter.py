@@ -17,7 +17,7 @@ from benchmarks import operations, record
 from coec.compensation.descent import Descent
 from coec.compensation.frame import Frame, RotationTarget
 from coec.compensation.objective import OutputProblem
-from coec.linalg.products import rounded_products
+from coec.linalg.conjugate import rounded_products
 
 PHASES = {
     "tempering": (OutputProblem, "tempered"),

@@ -14,7 +14,7 @@ QUICK: dict[str, list[str]] = {
     "true_widths": ["--sites", "192x577"],
     "elimination": ["--sites", "3072x1024"],
     "end_to_end": ["--layers", "1", "--models", "wt2-llama"],
-    "cuda": ["--models", "Llama-3.1-8B", "--rounds", "2"],
+    "cuda": ["--models", "Llama-3.1-8B"],
 }
 
 

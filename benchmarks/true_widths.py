@@ -54,13 +54,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", help="of a model's sites")
     parser.add_argument("--dtype", default="float64", choices=("float64", "float32"))
     parser.add_argument("--former", action="store_true", help="the former preconditioner as well")
-    parser.add_argument("--rounds", type=int, help="limit of the alternation (its default)")
-    parser.add_argument("--iterations", type=int, help="limit of one right solve (its default)")
     chosen = parser.parse_args(arguments)
     print(f"True widths. {record.header()}\n", flush=True)
     rates = product_rates(torch.device("cpu"))
-    limits = {"rounds": chosen.rounds, "iterations": chosen.iterations}
-    options = {name: limit for name, limit in limits.items() if limit is not None}
     first = synthetic(Site("mlp", 16, 64, 45))
     with Meter(torch.device("cpu")).running():  # first calls are nobody's time
         coec.compensate(first.weight, first.gram, first.kept)
@@ -68,8 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
         if site.k == site.d:
             print(f"{name}: every column stays, nothing to solve\n", flush=True)
             continue
-        found = measure(name, site, getattr(torch, chosen.dtype), rates, options,
-                        former=chosen.former)  # fmt: skip
+        found = measure(name, site, getattr(torch, chosen.dtype), rates, former=chosen.former)
         old = record.load("true_widths").get("sites", [])
         sites = record.merged(old, [found], "name")
         record.save("true_widths", arguments, {"sites": sites})
@@ -92,15 +87,14 @@ def measure(
     site: Site,
     dtype: torch.dtype,
     rates: dict[torch.dtype, float],
-    options: dict[str, Any],
     *,
     former: bool,
 ) -> dict[str, Any]:
     """One site, with the preconditioner as it is and, where asked, as it was."""
-    runs = {"now": _run(name, site, dtype, rates, options)}
+    runs = {"now": _run(name, site, dtype, rates)}
     if former:
         with mock.patch.object(solver, "WORKING", torch.float64):
-            runs["preconditioner in float64"] = _run(name, site, dtype, rates, options)
+            runs["preconditioner in float64"] = _run(name, site, dtype, rates)
     best = min(run["steps"][-1][1] for run in runs.values())
     for run in runs.values():
         run["to"] = [_reached(run["steps"], best * (1 + goal)) for goal in GOALS]
@@ -115,7 +109,6 @@ def _run(
     site: Site,
     dtype: torch.dtype,
     rates: dict[torch.dtype, float],
-    options: dict[str, Any],
 ) -> dict[str, Any]:
     instance = _instance(site, dtype)
     gc.collect()
@@ -123,7 +116,7 @@ def _run(
     record.forget_peak()
     meter = Meter(torch.device("cpu"), rates, _told(name))
     with _traced(name) as steps, meter.running():
-        result = coec.compensate(instance.weight, instance.gram, instance.kept, **options)
+        result = coec.compensate(instance.weight, instance.gram, instance.kept)
     found = result.diagnostics
     laps = meter.phases()
     right, count = laps["right"], sum(found["right_iterations"])

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from coec.compensation.objective import OutputProblem, kept_columns
-from coec.linalg.gcv import Shrinkage, rescale
-from coec.linalg.polar import newton_schulz_polar
-from coec.linalg.stiefel import retract_cayley, tangent
+from coec.linalg.gcv import rescale
+from coec.linalg.gradient import newton_schulz_polar, retract_cayley
+from coec.linalg.right import tangent_
 from coec.types import Gram, KeptSet
 from oracles import power
 
@@ -55,7 +55,7 @@ def rescaled(W: Tensor, problem: OutputProblem, kappa: float) -> Tensor:
     U, s, R = torch.linalg.svd(W, full_matrices=False)
     response = ((U.T @ problem.Gyx) * R).sum(dim=1)
     energy = ((R @ problem.Gxx) * R).sum(dim=1)
-    return (U * rescale(s, response, energy, Shrinkage(kappa=kappa)).s) @ R
+    return (U * rescale(s, response, energy, kappa=kappa).s) @ R
 
 
 def rotated_right(
@@ -73,7 +73,7 @@ def rotated_right(
         t, value = _scale_and_objective(R, RG, s, C, yy)
         first = value if first is None else first
         gradient = (2 * t * t / yy) * s.square()[:, None] * RG - (2 * t / yy) * C
-        step = -tangent(R, gradient) / (largest * t * t)
+        step = -tangent_(R, gradient) / (largest * t * t)
         step = step / max(1.0, float(step.norm()))
         moved = retract_cayley(R, step) if b == k else newton_schulz_polar(R + step)
         change = float((moved - R).norm()) / b**0.5

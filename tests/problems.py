@@ -4,8 +4,10 @@ import itertools
 
 import torch
 
+from coec.compensation.coec import coec
 from coec.linalg.alignment import Alignment
-from coec.types import Gram
+from coec.settings import CoecOptions
+from coec.types import Gram, KeptSet, SiteProblem
 
 KINDS = (
     "power law",
@@ -86,6 +88,12 @@ def case(m: int = 6, d: int = 10, k: int = 7, kind: str = "power law", seed: int
 def attention(seed: int = 0):
     """A case, and a value projection."""
     return *case(8, 12, 8, seed=seed), weight(8, 5, seed + 70)
+
+
+def descended(W, gram, kept, value=None, *, rounds: int = 50, tol: float = 1e-4, **options):
+    """The method by itself, with limits of its rounds other than its own."""
+    problem = SiteProblem(W, gram, KeptSet(kept, W.shape[1]), value)
+    return coec(problem, CoecOptions(**options), rounds=rounds, tol=tol)
 
 
 def failing(function, error: Exception, number: int):

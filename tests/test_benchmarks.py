@@ -27,6 +27,7 @@ from coec.linalg.spd import regularized_inverse
 from coec.selection import elimination as elimination_module
 from coec.selection.elimination import removal_path
 from literal import literal
+from problems import descended
 
 WIDE, SQUARE = Site("mlp", 8, 20, 14), Site("attention", 12, 12, 8)
 
@@ -124,10 +125,10 @@ def test_an_elimination_is_measured_in_parts(monkeypatch):
 def test_the_literal_form_agrees_with_the_factored_one(site):
     instance = synthetic(site)
     problem = tempered(instance)
-    parts = (instance.weight, instance.gram, instance.kept)
-    options = {"rounds": 3, "tol": 0.0, "iterations": 40}
-    W, errors = literal(*parts, **options)
-    ours = coec.compensate(*parts, solver="gradient", **options)
+    limits = {"rounds": 3, "tol": 0.0}
+    W, errors = literal(instance.weight, instance.gram, instance.kept, **limits)
+    given = (instance.weight, instance.gram, instance.kept.indices)
+    ours = descended(*given, solver="gradient", **limits)
     assert len(errors) == 5
     assert problem.error(W) == pytest.approx(problem.error(ours.weight), rel=1e-8)
     assert errors[-1] == pytest.approx(ours.diagnostics["errors_per_round"][-1], rel=1e-8)
@@ -214,7 +215,7 @@ def test_a_true_width_is_run_with_the_former_preconditioner_too(monkeypatch):
     monkeypatch.setattr(true_widths, "WIDE", 30)
     rates = dict.fromkeys((torch.float64, torch.float32), 1e9)
     for site in (WIDE, Site("mlp", 12, 40, 28)):
-        found = true_widths.measure("x", site, torch.float64, rates, {}, former=True)
+        found = true_widths.measure("x", site, torch.float64, rates, former=True)
         now, former = found["runs"].values()
         assert set(now["phases"]) == {*PHASES, REST}
         assert len(now["steps"]) == sum(now["right_iterations"])

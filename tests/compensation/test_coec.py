@@ -19,7 +19,7 @@ from coec.events import recording
 from coec.settings import CoecOptions
 from coec.types import Convergence, Gram, KeptSet, SiteProblem
 from outcomes import raising
-from problems import attention, case, failing
+from problems import attention, case, descended, failing
 from tolerances import CLOSED_FORM
 
 coec_module = import_module("coec.compensation.coec")
@@ -30,7 +30,7 @@ SHAPES = [(6, 10, 7), (10, 10, 7), (5, 9, 3), (1, 6, 4), (4, 5, 1)]
 """m, d, k: wide and tall slices, one row, one column."""
 
 
-SOLVERS = ["joint", "conjugate", "gradient"]
+SOLVERS = ["joint", "gradient"]
 
 
 def tempered_error(W0, gram, kept, W, alpha=0.9):
@@ -60,7 +60,7 @@ def test_white_inputs_leave_the_slice_without_the_short_cut(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_no_round_raises_the_error(shape, solver):
-    diagnostics = coec.compensate(*case(*shape), solver=solver, tol=0.0, rounds=15).diagnostics
+    diagnostics = descended(*case(*shape), solver=solver, tol=0.0, rounds=15).diagnostics
     errors = diagnostics["errors_per_round"]
     assert all(after <= before * (1 + 1e-9) for before, after in pairwise(errors))
     if diagnostics["rounds"] == 15:
@@ -75,7 +75,7 @@ def test_no_round_raises_the_error(shape, solver):
 def test_the_first_steps_are_the_literal_ones(shape):
     """Left rotation and rescale on factors: the same weight as on decompositions of Ŵ."""
     W, gram, kept = case(*shape, kind="white")
-    result = coec.compensate(W, gram, kept, alpha=1.0, rounds=0)
+    result = descended(W, gram, kept, alpha=1.0, rounds=0)
     problem = OutputProblem.of(W, gram.xx, KeptSet(kept, W.shape[1]))
     expected = oracles.literal_left_then_rescale(W[:, kept], problem.Gxx, problem.Gyx)
     if min(len(W), len(kept)) % 2:  # an even number of modes has two medians
@@ -94,36 +94,15 @@ def test_singular_values_stay_in_their_band(shape):
 
 def test_two_sides_are_better_than_either_and_than_rcpu():
     W, gram, kept = case()
-    tried = {name: {"rotation": name} for name in ("two-sided", "left", "right", "better")}
+    tried = {name: {"rotation": name} for name in ("two-sided", "left", "right")}
     tried |= {name: {"method": name} for name in ("rcpu", "none")}
     errors = {
         name: tempered_error(W, gram, kept, coec.compensate(W, gram, kept, **options).weight)
         for name, options in tried.items()
     }
     assert errors["two-sided"] < min(errors["left"], errors["right"])
-    assert errors["better"] == min(errors["left"], errors["right"])
     assert errors["left"] < errors["none"]
     assert errors["two-sided"] < errors["rcpu"] < errors["none"]
-
-
-def test_full_rotations_of_a_wide_frame_do_not_end_higher():
-    """The completed rows carry no singular value: the family is the same, only larger."""
-    W, gram, kept = case()
-    reduced, full = (
-        coec.compensate(
-            W, gram, kept, rounds=1, precision=1e-12, iterations=500, parameterization=family
-        ).diagnostics["errors_per_round"][-1]
-        for family in ("stiefel", "full")
-    )
-    assert full == pytest.approx(reduced, rel=1e-2)
-
-
-def test_slices_are_compensated_on_their_own():
-    W, gram, kept = case()
-    whole = coec.compensate(W, gram, kept, slices=2)
-    first = coec.compensate(W[:3], gram, kept).weight
-    torch.testing.assert_close(whole.weight[:3], first, rtol=0, atol=1e-8)
-    assert len(whole.diagnostics["slices"]) == 2
 
 
 # safeguards
@@ -206,7 +185,7 @@ def test_a_right_solver_that_goes_astray_is_caught(monkeypatch):
     ended = Convergence(1, "astray")
     monkeypatch.setattr(descent_module, "conjugate", lambda problem, R, **options: (-R, ended))
     W, gram, kept = case()
-    result = coec.compensate(W, gram, kept, rotation="right", rounds=1)
+    result = coec.compensate(W, gram, kept, rotation="right")
     assert "a round raised the objective and was taken back" in result.diagnostics["events"]
     assert tempered_error(W, gram, kept, result.weight) <= tempered_error(W, gram, kept, W[:, kept])
 
@@ -264,10 +243,7 @@ def deficient(kind, seed=0):
     "kind", ["duplicated rows", "zero rows", "zero columns", "low rank", "decaying"]
 )
 def test_modes_that_hold_nothing_do_no_harm(kind, dtype, monkeypatch):
-    """The joint solve stays on the manifold, and about as low as with the left factor held.
-
-    Other minima account for a few per cent; directions of pure rounding for a factor of 4.
-    """
+    """The joint solve stays on the manifold, and below RCPU."""
     real, gaps = descent_module.conjugate, []
 
     def watched(problem, R, **options):
@@ -279,22 +255,20 @@ def test_modes_that_hold_nothing_do_no_harm(kind, dtype, monkeypatch):
     for seed in range(4):
         W, gram, kept = deficient(kind, seed)
         single = Gram(gram.xx.to(dtype), gram.x.to(dtype), gram.tokens)
-        errors = {
-            solver: tempered_error(
-                W, gram, kept, coec.compensate(W, single, kept, solver=solver).weight.double()
-            )
-            for solver in ("joint", "conjugate")
-        }
-        assert errors["joint"] <= errors["conjugate"] * 1.05
+        errors = [
+            tempered_error(W, gram, kept, coec.compensate(W, single, kept, **how).weight.double())
+            for how in ({}, {"rotation": "left"})
+        ]
+        assert errors[0] <= errors[1] * (1 + 1e-3)
     assert max(gaps) <= {torch.float64: 1e-10, torch.float32: 1e-4}[dtype]
 
 
 def test_a_round_that_breaks_down_costs_only_itself(monkeypatch):
     W, gram, kept = case(8, 14, 9)
-    whole = coec.compensate(W, gram, kept, solver="conjugate", rounds=1)
+    whole = descended(W, gram, kept, rounds=1)
     flaky = failing(descent_module.conjugate, NumericalError("no decomposition"), 2)
     monkeypatch.setattr(descent_module, "conjugate", flaky)
-    result = coec.compensate(W, gram, kept, solver="conjugate")
+    result = coec.compensate(W, gram, kept)
     assert torch.equal(result.weight, whole.weight)
     assert "a round was abandoned: no decomposition" in result.diagnostics["events"]
 
@@ -306,11 +280,3 @@ def test_a_first_round_that_breaks_down_is_the_reason_for_stopping(monkeypatch, 
     result = coec.compensate(W, gram, kept, value_weight=value if aligned else None)
     assert result.diagnostics["rounds"] == 0
     assert result.diagnostics["reason"] == "round abandoned"
-
-
-def test_one_side_that_breaks_down_leaves_the_other(monkeypatch):
-    W, gram, kept = case()
-    expected = coec.compensate(W, gram, kept, rotation="left")
-    monkeypatch.setattr(descent_module, "conjugate", broken)
-    result = coec.compensate(W, gram, kept, rotation="better")
-    torch.testing.assert_close(result.weight, expected.weight)

@@ -35,13 +35,11 @@ def cases(rows, kept, dropped):
 
 OPTIONS = st.fixed_dictionaries(
     {
-        "solver": st.sampled_from(["joint", "conjugate", "gradient"]),
-        "rotation": st.sampled_from(["two-sided", "left", "right", "better"]),
+        "solver": st.sampled_from(["joint", "gradient"]),
+        "rotation": st.sampled_from(["two-sided", "left", "right"]),
         "parameterization": st.sampled_from(["stiefel", "full"]),
-        "start": st.sampled_from(["identity", "procrustes"]),
-        "rescale": st.sampled_from(["gcv", "fixed", "uniform"]),
+        "rescale": st.sampled_from(["gcv", "fixed"]),
         "kappa": st.sampled_from([1.0, 10.0]),
-        "slices": st.sampled_from([1, 2]),
         "alpha": st.sampled_from([0.5, 0.9, 1.0]),
     }
 )
@@ -61,8 +59,6 @@ class Case:
         self.tempered = Gram(G, self.gram.x, self.gram.tokens)
 
     def compensate(self, **options):
-        if options.get("slices", 1) > 1:
-            options["lambda_a"] = 0.0
         for name in COMPENSATIONS["coec"].idle(options):
             options.pop(name, None)
         given = (self.weight, self.gram, self.kept)
@@ -104,7 +100,7 @@ def test_nor_with_larger_matrices(case):
 @holds(3, cases(16, 16, 12), OPTIONS)
 def test_no_combination_of_options_is_worse_than_the_slice(case, options):
     case = Case(**case | {"aligned": False}, alpha=options["alpha"])
-    result = case.compensate(rounds=5, **options)
+    result = case.compensate(**options)
     assert torch.isfinite(result.weight).all()
     limit = case.error(case.slice)
     # The gradient solver is the source's, which promises no more than the rounding of its stop.

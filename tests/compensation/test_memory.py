@@ -33,20 +33,18 @@ class Peak(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("solver", ["joint", "conjugate", "gradient"])
+@pytest.mark.parametrize("solver", ["joint", "gradient"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_four_square_matrices_at_most(solver, dtype):
     """down_proj in the proportions of Llama 3: outputs 2/7 of the inputs, 70 % kept.
 
     Also where iterations are float32, since the decompositions are not.
-    Every step takes what the first took, so that a few do.
     What a LAPACK routine allocates inside is not seen: for `eigh`, twice the matrix.
     """
     m, d, k = 80, 280, 196
     W, gram = problems.weight(m, d), problems.gram("power law", d, tokens=1000)
     with Peak(W, gram.xx) as peak:
-        coec.compensate(W, gram, problems.kept(d, k), solver=solver, rounds=2, iterations=4,
-                        solve_dtype=dtype)  # fmt: skip
+        coec.compensate(W, gram, problems.kept(d, k), solver=solver, solve_dtype=dtype)
     assert peak.bytes <= 4 * d * d * gram.xx.dtype.itemsize
 
 
@@ -59,6 +57,5 @@ def test_the_smaller_attention_site_takes_less():
     W, gram = problems.weight(hidden, hidden), problems.gram("power law", hidden, tokens=500)
     value = problems.weight(k, 20)
     with Peak(W, gram.xx) as peak:
-        coec.compensate(W, gram, problems.kept(hidden, k), value_weight=value, r_p=8,
-                        rounds=2, iterations=4)  # fmt: skip
+        coec.compensate(W, gram, problems.kept(hidden, k), value_weight=value, r_p=8)
     assert peak.bytes <= 4 * ffn * ffn * 8 / 3

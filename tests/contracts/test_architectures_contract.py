@@ -71,8 +71,7 @@ def test_every_architecture_has_a_variant():
 def test_a_written_checkpoint_computes_the_masked_dense_model(
     variant, compensation, models, tokens, tmp_path
 ):
-    options = {"coec": {"rounds": 1, "iterations": 5}}.get(compensation, {})
-    settings = {**CONTRACT, "calibration": tokens, "compensation": compensation, **options}
+    settings = {**CONTRACT, "calibration": tokens, "compensation": compensation}
     if compensation == "bias" and variant in BIASED:
         with pytest.raises(OptionError, match=BIASED[variant]):
             coec.prune(models[variant], tmp_path / "out", **settings)

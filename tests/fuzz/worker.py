@@ -61,7 +61,7 @@ def originals(root: Path) -> None:
     coec.collect(dense, root / "statistics", calibration=tokens, samples=8, seq_len=16)
     unfinished(root, dense, tokens)
     (root / "recipe.toml").write_text(
-        'preset = "paper"\nsparsity = 0.3\nselection = "flap"\nalpha = 0.8\nrounds = 2\nseed = 1\n'
+        'preset = "paper"\nsparsity = 0.3\nselection = "flap"\nalpha = 0.8\nseed = 1\n'
         'rotation = "left"\n'
     )
 

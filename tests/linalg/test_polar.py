@@ -5,7 +5,8 @@ import oracles
 import problems
 from coec.errors import NumericalError
 from coec.events import recording
-from coec.linalg.polar import newton_schulz_polar, polar
+from coec.linalg import decompose
+from coec.linalg.decompose import nearly_orthogonal, polar, qdwh, svd_by_polar
 from tolerances import CLOSED_FORM, EXACT
 
 
@@ -76,15 +77,108 @@ def test_a_zero_matrix_keeps_everything():
     torch.testing.assert_close(U, nearest, rtol=0, atol=EXACT)
 
 
-def test_newton_schulz_is_the_factor_of_a_tangent_step():
-    R = problems.orthonormal(9, 4).T
-    A = R + 0.2 * problems.weight(4, 9)
-    torch.testing.assert_close(newton_schulz_polar(A), oracles.polar_by_svd(A), rtol=0, atol=1e-10)
+# by products, as on a CUDA device
+
+SHAPES = [(1, 1), (5, 5), (40, 25), (60, 60)]
+ORTHOGONAL = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def conditioned(m, b, condition, seed=0):
+    """P diag(σ) Qᵀ with σ from 1 to 1/condition, and its polar factor P Qᵀ."""
+    P, Q = problems.orthonormal(m, b, seed), problems.orthonormal(b, b, seed + 1)
+    sigma = torch.logspace(0, -torch.tensor(float(condition)).log10().item(), b)
+    return (P * sigma.double()) @ Q.T, P @ Q.T
+
+
+@pytest.mark.parametrize("dtype", ORTHOGONAL)
+@pytest.mark.parametrize("columns", [2, 1_000, 30_000])
+def test_rounding_never_hides_that_columns_are_orthonormal(dtype, columns):
+    """It was 3.1 eps √b for 1,024 and 2,048 columns in float32 (docs/lab/PERFORMANCE.md)."""
+    eps = torch.finfo(dtype).eps
+    near = nearly_orthogonal(dtype, columns)
+    assert 2 * 3.1 * eps * columns**0.5 < near
+    assert near**2 < 1e-7  # what the last step leaves
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("condition", [1, 1e3, 1e6])
+def test_the_polar_factor_is_the_one_of_the_svd(shape, condition):
+    A, U = conditioned(*shape, condition)
+    torch.testing.assert_close(qdwh(A, 1 / condition), U, rtol=0, atol=1e-9 * condition**0.5)
 
 
 @pytest.mark.parametrize(
-    "A", [torch.zeros(2, 3, dtype=torch.float64), 10 * problems.orthonormal(3, 2).T]
+    ("dtype", "condition"),
+    [(torch.float32, 1), (torch.float32, 1e4)] + [(torch.float64, 10.0**i) for i in (0, 4, 8, 12)],
 )
-def test_newton_schulz_says_when_it_does_not_converge(A):
-    with pytest.raises(NumericalError, match="Newton-Schulz polar iteration did not converge"):
-        newton_schulz_polar(A)
+@pytest.mark.parametrize("smallest", [0.0, 1e-4, 1.0])
+def test_columns_are_orthonormal_whatever_the_estimate(dtype, condition, smallest):
+    A, _ = conditioned(60, 40, condition)
+    U = qdwh(A.to(dtype), smallest)
+    gap = U.T @ U - torch.eye(40, dtype=dtype)
+    assert float(gap.norm()) <= ORTHOGONAL[dtype]
+
+
+def test_a_singular_matrix_has_none():
+    A = problems.weight(6, 4)
+    A[:, 3] = 0
+    with pytest.raises(NumericalError, match="did not converge"):
+        qdwh(A / A.norm(), 0.0)
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (40, 25), (25, 40), (1, 7), (7, 1)])
+def test_singular_values_through_the_polar_factor(shape):
+    A = problems.weight(*shape)
+    U, s, Vt = svd_by_polar(A)
+    r = min(shape)
+    assert U.shape == (shape[0], r)
+    assert Vt.shape == (r, shape[1])
+    torch.testing.assert_close((U * s) @ Vt, A, rtol=0, atol=1e-11 * float(A.norm()))
+    torch.testing.assert_close(s, torch.linalg.svdvals(A), rtol=0, atol=1e-11 * float(A.norm()))
+    for frame in (U.T @ U, Vt @ Vt.T):
+        torch.testing.assert_close(frame, torch.eye(r, dtype=A.dtype), rtol=0, atol=1e-11)
+
+
+def test_small_singular_values_keep_their_digits():
+    """Eigenvalues of AᵀA would have lost the small ones altogether."""
+    A, _ = conditioned(30, 20, 1e10)
+    _, s, _ = svd_by_polar(A)
+    exact = torch.logspace(0, -10, 20).double()
+    torch.testing.assert_close(s[-1], exact[-1], rtol=1e-4, atol=0)
+
+
+def test_zero_has_no_polar_factor():
+    with pytest.raises(NumericalError, match="zero matrix"):
+        svd_by_polar(torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [0, 3, 10])
+def test_no_worse_than_the_start_and_nearly_the_best(dtype, rank):
+    A = (problems.weight(12, rank) @ problems.weight(rank, 10, seed=1)).to(dtype)
+    start = problems.orthonormal(12, 10, seed=2).to(dtype)
+    U = decompose._near_polar(A, start)
+    assert U is not None
+    gap = U.T @ U - torch.eye(10, dtype=dtype)
+    assert float(gap.norm()) <= ORTHOGONAL[dtype]
+    inner = float((U * A).sum())
+    assert inner >= float((start * A).sum())
+    nuclear = float(torch.linalg.svdvals(A).sum())
+    assert inner == pytest.approx(nuclear, rel=1e-4, abs=1e-12)
+
+
+def test_directions_without_information_stay_by_products_too():
+    A = torch.zeros(6, 4, dtype=torch.float64)
+    A[0, 0] = 1
+    start = problems.orthonormal(6, 4, seed=2)
+    with recording():
+        exact = polar(A, nearest=start)
+    torch.testing.assert_close(decompose._near_polar(A, start), exact, rtol=0, atol=1e-6)
+
+
+def test_where_the_start_offers_no_free_direction_the_svd_decides():
+    axes = torch.eye(3, 2, dtype=torch.float64)
+    A = axes * torch.tensor([1.0, 0.0])
+    with recording() as events:
+        assert decompose._near_polar(A, axes[:, [1, 0]]) is None
+    assert events == ["the polar iteration did not converge: decomposed instead"]

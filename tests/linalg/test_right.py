@@ -12,8 +12,7 @@ from coec.linalg import conjugate as conjugate_module
 from coec.linalg import gradient as gradient_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gradient import gradient
-from coec.linalg.right import FLOOR, SLACK, JointProblem, RightProblem
-from coec.linalg.stiefel import tangent
+from coec.linalg.right import FLOOR, SLACK, JointProblem, RightProblem, tangent_
 from tolerances import CLOSED_FORM, EXACT
 
 SHAPES = [(4, 9), (6, 6), (1, 5), (1, 1)]
@@ -77,7 +76,7 @@ def test_a_solver_ends_lower_and_on_the_manifold(solver, b, k, aligned):
 
 
 def gradient_norm(p, R):
-    return float(tangent(R, p.gradient(R, p.scale(R))).norm())
+    return float(tangent_(R, p.gradient(R, p.scale(R))).norm())
 
 
 @pytest.mark.parametrize(("b", "k"), [(4, 9), (6, 6)])
@@ -158,12 +157,12 @@ def test_the_preconditioner_inverts_the_hessian_on_the_tangent_space(monkeypatch
     monkeypatch.setattr(conjugate_module, "WORKING", torch.float64)
     p, R = problem(b, k)
     t = p.scale(R)
-    g = tangent(R, p.gradient(R, t))
+    g = tangent_(R, p.gradient(R, t))
     z = conjugate_module._precondition(p.at(R), t, g, None)
-    torch.testing.assert_close(tangent(R, z), z, rtol=0, atol=1e-10 * float(z.norm()))
+    torch.testing.assert_close(tangent_(R, z.clone()), z, rtol=0, atol=1e-10 * float(z.norm()))
     H = torch.outer(2 * t * t / p.yy * p.s.square(), p.mu)
     H = H + conjugate_module.SHIFT * H.mean()
-    torch.testing.assert_close(tangent(R, H * z), g, rtol=0, atol=1e-9 * float(g.norm()))
+    torch.testing.assert_close(tangent_(R, H * z), g, rtol=0, atol=1e-9 * float(g.norm()))
 
 
 def test_a_preconditioner_that_points_nowhere_is_not_followed(monkeypatch):
@@ -178,7 +177,7 @@ def test_a_preconditioner_of_few_digits_is_as_good(monkeypatch):
     """The direction is off by rounding, and for small gradients no more than for large ones."""
     p, R = problem(6, 11)
     point, t = p.at(R), p.scale(R)
-    g = tangent(R, p.gradient(R, t))
+    g = tangent_(R, p.gradient(R, t))
     z, small = (conjugate_module._precondition(point, t, f * g, None) for f in (1, 1e-25))
     assert z.dtype == torch.float32
     torch.testing.assert_close(1e25 * small.double(), z.double(), rtol=1e-4, atol=1e-4)

@@ -4,7 +4,8 @@ import torch
 import oracles
 import problems
 from coec.events import recording
-from coec.linalg.spd import noise, regularized_inverse, rounding_level, solve_right
+from coec.linalg.decompose import rounding_level
+from coec.linalg.spd import noise, regularized_inverse, solve_right
 from tolerances import CLOSED_FORM
 
 

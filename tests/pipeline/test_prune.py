@@ -39,7 +39,7 @@ def weights(folder):
 
 def test_the_same_run_writes_the_same_bytes(prune, text, tmp_path):
     for out in ("one", "two"):
-        prune(out, calibration=text, rounds=2, seed=3, samples=20)
+        prune(out, calibration=text, seed=3, samples=20)
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
@@ -129,7 +129,7 @@ def test_a_second_run_into_the_same_folder_is_refused_at_once(prune, tmp_path):
 
 
 def test_what_is_not_compensated_keeps_its_values(dense, prune, tmp_path):
-    prune(rounds=1)
+    prune()
     before, after = weights(dense), weights(tmp_path / "out")
     kept = load_file(tmp_path / "out/coec/kept.safetensors")["layers.0.mlp"]
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
@@ -228,7 +228,7 @@ def test_the_plan_foretells_the_result(dense, prune, tmp_path):
 
 def test_tied_embeddings_stay_tied(prune, tmp_path):
     tied = tm.save(tm.tiny("llama tied", torch.float32), tmp_path / "dense")
-    prune(model=tied, rounds=1)
+    prune(model=tied)
     loaded = tm.load(tmp_path / "out")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert "lm_head.weight" not in weights(tmp_path / "out")
@@ -325,7 +325,7 @@ def test_a_real_model_on_real_text_reloads_and_writes(shared, tmp_path):
     story_model = tm.readable(shared / "models/stories260K", tmp_path / "dense")
     report = coec.prune(
         story_model, tmp_path / "out", calibration=str(shared / "data/tinystories/train.txt"),
-        samples=16, seq_len=128, rounds=3, preset="paper",
+        samples=16, seq_len=128, preset="paper",
     )  # fmt: skip
     assert report.plan["output_model_type"] == "mistral"
     assert all(site["error_after"] < site["error_before"] for site in report.sites)
@@ -370,10 +370,10 @@ def test_a_compensation_is_told_what_the_kept_value_heads_write(prune, tmp_path)
 
 
 def test_attention_is_aligned_and_the_mlp_is_not(prune):
-    report = prune(rounds=2)
+    report = prune()
     for site in report.sites:
         assert ("alignment_before" in site) == (site["site"] == "attention")
-    without = prune("w", rounds=2, lambda_a=0.0)
+    without = prune("w", lambda_a=0.0)
     assert not any("alignment_before" in site for site in without.sites)
 
 

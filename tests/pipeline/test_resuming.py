@@ -38,7 +38,7 @@ def solved(monkeypatch):
 
 PAIRS = [
     {"selection": "flap", "compensation": "bias", "holdout": 0.25},
-    {"selection": "wanda-sp", "slices": 2, "lambda_a": 0.0, "dtype": "bfloat16"},
+    {"selection": "wanda-sp", "lambda_a": 0.0, "dtype": "bfloat16"},
     {"compensation": "rcpu", "forward_dtype": "float64", "solve_dtype": "float32"},
     {"compensation": "ridge-to-slice", "sparsity": 0.5, "forward_dtype": "bfloat16"},
     {"selection": "random", "rotation": "left", "holdout": 0.5, "seed": 3},

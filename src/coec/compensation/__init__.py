@@ -18,8 +18,7 @@ from coec.compensation.methods import COMPENSATIONS, Method
 from coec.compensation.objective import above, kept_columns, relative_errors
 from coec.errors import NumericalError
 from coec.events import record, recording
-from coec.linalg.products import power_of_two
-from coec.linalg.spd import semidefinite
+from coec.linalg.spd import power_of_two, semidefinite
 from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
 __all__ = ["COMPENSATIONS", "Method", "compensate", "relative_errors"]

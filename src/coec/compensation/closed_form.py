@@ -5,9 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.compensation.objective import OutputProblem, kept_columns
-from coec.linalg.decompose import svd
+from coec.linalg.decompose import polar, svd
 from coec.linalg.gcv import global_scale
-from coec.linalg.polar import polar
 from coec.linalg.spd import solve_right
 from coec.settings import RidgeOptions
 from coec.types import SiteProblem, SiteResult

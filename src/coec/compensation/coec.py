@@ -12,14 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.compensation.anchor import Anchor
 from coec.compensation.closed_form import rcpu
-from coec.compensation.descent import Descended, Descent, Origin, Side
-from coec.compensation.frame import RotationTarget
+from coec.compensation.descent import ROUNDS, TOLERANCE, Descended, Descent, Origin
+from coec.compensation.frame import Anchor, RotationTarget
 from coec.compensation.objective import OutputProblem, above, kept_columns, rounding
 from coec.errors import NumericalError
 from coec.events import record, recording
-from coec.linalg.products import power_of_two
+from coec.linalg.spd import power_of_two
 from coec.settings import CoecOptions
 from coec.types import KeptSet, SiteProblem, SiteResult
 
@@ -28,7 +27,9 @@ RESOLVED, SPREAD, AGREE = 0.02, 2.0**16, 0.01
 below, and a difference between its error and that in float64 below (docs/lab/LOG.md)."""
 
 
-def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
+def coec(
+    problem: SiteProblem, options: CoecOptions, *, rounds: int = ROUNDS, tol: float = TOLERANCE
+) -> SiteResult:
     """Rotations on both sides and shrunk singular values of the slice: `Ŵ = U diag(s) R`.
 
     Solves `min 𝓛(Ŵ) + λ_a 𝒜(R)  s.t.  UᵀU = I, R Rᵀ = I` under the tempered Gram `G^α`; the
@@ -37,20 +38,26 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
 
     Source: COEC, docs/METHODS.md §5.
 
+    Args:
+        problem: the site.
+        options: what can be chosen.
+        rounds: largest number of rounds.
+        tol: change of the objective in a round, relative to `‖Y‖²`, below which the rounds stop.
+
     Returns:
         The weight; diagnostics hold the error after every round, λ, iterations and the reasons
         for stopping. Where the descent ends above RCPU (one left rotation and one scale, under the
         same objective) or above the slice, or is not finite, the better of those two is returned
-        and an event says so. An event also says where tempering, alignment or slices have traded
-        away so much that the untempered error of the whole lies above RCPU's.
+        and an event says so. An event also says where tempering or alignment have traded away so
+        much that the untempered error of the whole lies above RCPU's.
 
     Raises:
         NumericalError: an input holds NaN or Inf.
     """
     weight, kept = problem.weight, problem.kept
+    W_K = kept_columns(weight, kept)
     # G^0 = I: the data-blind limit, whose best weight is the slice itself.
     if options.alpha == 0 or problem.nothing_to_compensate:
-        W_K = kept_columns(weight, kept)
         return SiteResult(W_K, diagnostics={"reason": "nothing to compensate"})
 
     # Frames do not depend on the unit of a weight; squares of its numbers keep their range in it.
@@ -58,21 +65,16 @@ def coec(problem: SiteProblem, options: CoecOptions) -> SiteResult:
     anchor = None
     if problem.value is not None and options.lambda_a > 0:
         anchor = Anchor.of(weight / unit, problem.value, kept, options)
-    # G^α, diagonalised once → a descent for every slice of output rows
+    # G^α, diagonalised once → the descent
     target = _target(problem, unit, options.alpha)
-    weights, summaries = [], []
-    for rows in _chunks(len(weight), options.slices):
-        W_K = kept_columns(weight[rows], kept).div_(unit)
-        W, summary = _Slice(W_K, target.rows(rows), anchor, options).solved(problem.solve_dtype)
-        weights.append(W * unit)
-        summaries.append(summary)
-    del target
-    # Tempering, alignment and slices minimise something else than the untempered error.
-    W = torch.cat(weights)
-    if options.alpha < 1 or anchor is not None or options.slices > 1:
+    site = _Site(W_K.div_(unit), target, anchor, Descent(options, rounds, tol))
+    W, summary = site.solved(problem.solve_dtype)
+    W = W * unit
+    del target, site
+    # Tempering and alignment minimise something else than the untempered error.
+    if options.alpha < 1 or anchor is not None:
         W = _checked(W, problem)
-    diagnostics = summaries[0] if len(summaries) == 1 else {"slices": summaries}
-    return SiteResult(W, diagnostics=diagnostics)
+    return SiteResult(W, diagnostics=summary)
 
 
 def _target(problem: SiteProblem, unit: float, alpha: float) -> RotationTarget:
@@ -99,23 +101,23 @@ def _target(problem: SiteProblem, unit: float, alpha: float) -> RotationTarget:
 
 
 @dataclass(frozen=True, eq=False)
-class _Slice:
-    """Kept columns of some of the output rows, and what they are to be compensated towards.
+class _Site:
+    """Kept columns, and what they are to be compensated towards.
 
     Attributes:
         W_K: the kept columns, in the weight's unit.
-        target: the problem of these rows.
+        target: the problem.
         anchor: the alignment of the frame, or None.
-        options: how it is descended.
+        descent: how it is descended.
     """
 
     W_K: Float[Tensor, "m k"]
     target: RotationTarget
     anchor: Anchor | None
-    options: CoecOptions
+    descent: Descent
 
     def solved(self, dtype: torch.dtype) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
-        """Return the best descent's weight and its summary, or the fallback if none is sound.
+        """Return the descent's weight and its summary, or the fallback if it is not sound.
 
         A descent in fewer digits than the target's is checked in all of them, and done again in all
         of them where fewer do not tell how it goes.
@@ -126,20 +128,20 @@ class _Slice:
         if not bool(self.W_K.any()):
             record("every kept column is 0: slice kept")
             return self.W_K, {"reason": "nothing to rotate"}
-        best = None if dtype == self.target.mu.dtype else self._narrow(dtype)
+        descended = None if dtype == self.target.mu.dtype else self._narrow(dtype)
         try:
-            best = best or self._best()
+            descended = descended or self._descended()
         except NumericalError as error:
             record(str(error))
             return self._fallback()
-        W = best.state.frame.weight(self.target)
+        W = descended.state.frame.weight(self.target)
         if not torch.isfinite(W).all():
             record("the descent ended at NaN or Inf")
             return self._fallback()
-        return W, best.summary(aligned=self.anchor is not None)
+        return W, descended.summary(aligned=self.anchor is not None)
 
     def _narrow(self, dtype: torch.dtype) -> Descended | None:
-        """Return the best descent in fewer digits; None, and an event, where these are too few.
+        """Return the descent in fewer digits; None, and an event, where these are too few.
 
         They are where it fails, where its error differs from that in all digits, where that is
         below `RESOLVED`, and where `‖W_K‖² tr Gxx / yy` is above `SPREAD`: with a few huge channels
@@ -153,12 +155,12 @@ class _Slice:
                 raise NumericalError("a few channels are huge")
             narrow = replace(self, W_K=W_K.to(dtype), target=target.to(target.mu.to(dtype)))
             with recording() as events:
-                best = narrow._best()
+                descended = narrow._descended()
             # The frame's error in all digits: small ones are differences of numbers of size 1.
-            error = target.error(best.state.frame)
+            error = target.error(descended.state.frame)
             if error < RESOLVED:
                 raise NumericalError("the error is small")
-            if not abs(error - best.errors[-1]) <= AGREE * error:  # nor where it is no number
+            if not abs(error - descended.errors[-1]) <= AGREE * error:  # nor where it is no number
                 raise NumericalError("the error comes out otherwise")
         except NumericalError as reason:
             name = str(dtype).removeprefix("torch.")
@@ -167,37 +169,29 @@ class _Slice:
         # Its events count only now: those of a descent that is thrown away say nothing.
         for event in events:
             record(event)
-        return best
+        return descended
 
-    def _best(self) -> Descended:
-        """Return the descent of lowest objective.
+    def _descended(self) -> Descended:
+        """Return the descent.
 
         Raises:
-            NumericalError: every descent failed, or the best ended above RCPU or the slice.
+            NumericalError: it failed, or ended above RCPU or the slice.
         """
-        results, failures = [], []
-        rotation, dtype = self.options.rotation, self.W_K.dtype
-        sides: tuple[Side, ...] = ("left", "right") if rotation == "better" else (rotation,)
-        for side in sides:
-            try:
-                descended = Descent(side, self.options)(self.W_K, self.target, self.anchor)
-            except NumericalError as error:
-                failures.append(f"descent abandoned: {error}")
-                continue
-            if math.isfinite(descended.objectives[-1]):
-                results.append(descended)
-        if not results:
-            raise NumericalError("; ".join(failures) or "the descent ended at NaN or Inf")
-        for failure in failures:
-            record(failure)
-        best = min(results, key=lambda result: result.objectives[-1])
+        try:
+            descended = self.descent(self.W_K, self.target, self.anchor)
+        except NumericalError as error:
+            raise NumericalError(f"descent abandoned: {error}") from error
+        end = descended.objectives[-1]
+        if not math.isfinite(end):
+            raise NumericalError("the descent ended at NaN or Inf")
         # Above RCPU or the slice, on what was minimised, a descent has broken down.
-        for name, bound in {"RCPU": best.rcpu, "the slice": best.objectives[0]}.items():
-            if above(best.objectives[-1], bound, dtype):
+        dtype = self.W_K.dtype
+        for name, bound in {"RCPU": descended.rcpu, "the slice": descended.objectives[0]}.items():
+            if above(end, bound, dtype):
                 raise NumericalError(f"the descent ended above {name}")
-        if best.objectives[-1] < -rounding(dtype):
+        if end < -rounding(dtype):
             raise NumericalError("the descent ended below 0, where no error lies")
-        return best
+        return descended
 
     def _fallback(self) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
         """Return RCPU's weight or the slice, whichever is finite and has the lower objective."""
@@ -230,9 +224,3 @@ def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m 
     if above(error, target.error(rotated), W.dtype):
         record("the relative error lies above RCPU's")
     return W
-
-
-def _chunks(rows: int, count: int) -> list[slice]:
-    """Contiguous slices of about equal size, as torch.chunk makes them."""
-    size = math.ceil(rows / count)
-    return [slice(first, first + size) for first in range(0, rows, size)]

@@ -1,29 +1,25 @@
 """The alternation of COEC: left rotation, rescale, right rotation, rescale (METHODS §5.5)."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.compensation.anchor import Anchor
-from coec.compensation.frame import Frame, RotationTarget
+from coec.compensation.frame import Anchor, Frame, RotationTarget
 from coec.compensation.objective import rounding
 from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.alignment import Alignment
 from coec.linalg.conjugate import conjugate
-from coec.linalg.gcv import Rescaled, Shrinkage
+from coec.linalg.gcv import Rescaled
 from coec.linalg.gradient import gradient
-from coec.linalg.polar import polar
 from coec.settings import CoecOptions
 from coec.types import Convergence
 
-Side = Literal["two-sided", "left", "right"]
-
-RCPU = Shrinkage("uniform")
-"""One scale for all modes, which with the left rotation alone is RCPU."""
+ROUNDS, TOLERANCE = 50, 1e-4
+"""Rounds end after so many, or if one changes the objective by less (METHODS §5.5)."""
 
 _RISE = 1e-9
 """A relative rise of the error above this is not rounding and is reported."""
@@ -67,7 +63,7 @@ class Origin:
         RCPU is one left rotation and one scale, neither of which changes R, and so not `𝒜`.
         """
         with recording():  # its own safeguards count only where it is what comes out
-            frame, _, error = self.turned.rescaled(target, RCPU)
+            frame, error = self.turned.scaled(target)
         return frame, error + self.added
 
 
@@ -153,14 +149,15 @@ class Descent:
     them, and the loop ends when it falls by less than `tol`.
     """
 
-    side: Side
     options: CoecOptions
+    rounds: int = ROUNDS
+    tol: float = TOLERANCE
 
     def __call__(
         self, W_K: Float[Tensor, "m k"], target: RotationTarget, anchor: Anchor | None
     ) -> Descended:
         """Alternate from the slice until a round gains less than `tol`."""
-        options, faithful = self.options, self._faithful
+        faithful = self._faithful
         origin = Origin.of(W_K, target, anchor)
         first = self._start(origin, target, anchor)
         descended = Descended(
@@ -169,12 +166,12 @@ class Descent:
             [origin.penalty],
             [origin.objective(target)],
             origin.rcpu(target)[1],
-            f"round limit {options.rounds}",
+            f"round limit {self.rounds}",
         )
         descended.advance(first)
         del origin, first  # as large as frames, and not needed while the rounds go on
         # A round that breaks down or raises the objective is undone, and ends the descent.
-        for _ in range(options.rounds):
+        for _ in range(self.rounds):
             before = descended.state
             try:
                 after, solves = self._round(before, target, anchor)
@@ -194,9 +191,9 @@ class Descent:
             descended.advance(after)
             fall = before.objective - after.objective
             gain = abs(before.error - after.error) if faithful else fall
-            if gain < options.tol:
+            if gain < self.tol:
                 change = "relative error changed" if faithful else "objective fell"
-                descended.reason = f"{change} by less than tol = {options.tol:g}"
+                descended.reason = f"{change} by less than tol = {self.tol:g}"
                 break
         return descended
 
@@ -204,16 +201,11 @@ class Descent:
     def _faithful(self) -> bool:
         return self.options.solver == "gradient"
 
-    @property
-    def _shrinkage(self) -> Shrinkage:
-        options = self.options
-        return Shrinkage(options.rescale, options.rescale_ridge, options.kappa)
-
     def _start(self, origin: Origin, target: RotationTarget, anchor: Anchor | None) -> State:
         """Return the state after the first left rotation and rescale; choose the rows to align."""
-        frame = origin.slice if self.side == "right" else origin.turned
+        frame = origin.slice if self.options.rotation == "right" else origin.turned
         # Frame → s(λ) → the rows that lead → s that keeps them ahead by a margin
-        frame, out, error = frame.rescaled(target, self._shrinkage)
+        frame, out, error = frame.rescaled(target, self.options)
         if anchor is None:
             return State(frame, out, error, None)
         alignment = anchor.alignment(frame, target)
@@ -229,16 +221,16 @@ class Descent:
         frame, alignment, solves = state.frame, state.alignment, []
         leading = None if alignment is None or self._faithful else alignment.rows
         # R-step
-        if self.side != "left":
+        if self.options.rotation != "left":
             frame, convergence = self.turned_right(frame, target, alignment)
             solves.append(convergence)
             # Where U follows R, singular values for the U of before would be out of step.
-            if self.side == "two-sided" and self.options.solver != "joint":
-                frame, _, _ = frame.rescaled(target, self._shrinkage, leading)
+            if self.options.rotation == "two-sided" and self._faithful:
+                frame, _, _ = frame.rescaled(target, self.options, leading)
         # U-step, then the rescale that ends a round
-        if self.side != "right":
+        if self.options.rotation != "right":
             frame = frame.rotated_left(target)
-        frame, out, error = frame.rescaled(target, self._shrinkage, leading)
+        frame, out, error = frame.rescaled(target, self.options, leading)
         if anchor is not None and self._faithful:
             alignment = anchor.alignment(frame, target)
         return State(frame, out, error, alignment), solves
@@ -247,29 +239,17 @@ class Descent:
         self, frame: Frame, target: RotationTarget, alignment: Alignment | None
     ) -> tuple[Frame, Convergence]:
         """Return the frame with R turned, and how the solve ended."""
-        # R, b×k → a square frame for O(k) → the start → the solve → b modes again
+        # R, b×k → a square frame for O(k) → the solve → b modes again
         options, b = self.options, len(frame.s)
         if options.parameterization == "full":
             frame = frame.completed()
         R = frame.R
-        if options.start == "procrustes":
-            R = polar(frame.right_problem(target, None).cross.T).T
         if self._faithful:
-            right = frame.right_problem(target, alignment)
-            R, convergence = gradient(
-                right, R, options.delta, options.iterations, options.retraction
-            )
-        else:
-            # `joint` takes into account that the left factor turns too, where it does.
-            joint = options.solver == "joint" and self.side == "two-sided"
-            problem = (
-                frame.joint_problem(target, alignment, b)
-                if joint
-                else frame.right_problem(target, alignment)
-            )
-            R, convergence = conjugate(
-                problem, R, tolerance=options.precision, iterations=options.iterations
-            )
+            R, convergence = gradient(frame.right_problem(target, alignment), R)
+        elif options.rotation == "right":
+            R, convergence = conjugate(frame.right_problem(target, alignment), R)
+        else:  # the left factor turns too, which the solve takes into account
+            R, convergence = conjugate(frame.joint_problem(target, alignment, b), R)
         return replace(frame, R=R).cut(b), convergence
 
 

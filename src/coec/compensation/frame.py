@@ -1,4 +1,4 @@
-"""The factored weight `Ŵ = U diag(s) R`, on which rotations and rescaling act (METHODS §5.2)."""
+"""The factored weight `Ŵ = U diag(s) R`, its problem, and the anchor of its rows (METHODS §5)."""
 
 from dataclasses import dataclass, replace
 
@@ -7,12 +7,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coec.compensation.objective import OutputProblem
+from coec.errors import OptionError
 from coec.linalg.alignment import Alignment
-from coec.linalg.decompose import eigh, svd
-from coec.linalg.gcv import Rescaled, Shrinkage, led, rescale
-from coec.linalg.polar import polar
+from coec.linalg.decompose import eigh, polar, rounding_level, svd
+from coec.linalg.gcv import Rescaled, global_scale, led, rescale
 from coec.linalg.right import JointProblem, RightProblem, energies
-from coec.linalg.spd import noise
+from coec.linalg.spd import noise, power_of_two
+from coec.settings import CoecOptions
+from coec.types import KeptSet
+
+_FIXED = 1.0
+"""Ridge of `rescale = fixed`, relative to the median mode energy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,14 +28,12 @@ class RotationTarget:
         mu: eigenvalues, ascending.
         basis: E.
         Gyx: `Gyx E`.
-        energy: of every output.
         yy: `‖Y‖_F²`.
     """
 
     mu: Float[Tensor, " k"]
     basis: Float[Tensor, "k k"]
     Gyx: Float[Tensor, "m k"]
-    energy: Float[Tensor, " m"]
     yy: float
 
     @classmethod
@@ -44,12 +47,11 @@ class RotationTarget:
         # Gxx → E, μ; Gyx → Gyx E; noise is 0 in both
         informative = mu > noise(mu, E, problem.Gxx.diagonal(), problem.precision)
         Gyx = (problem.Gyx @ E).mul_(informative)
-        return cls(torch.where(informative, mu, 0.0), E, Gyx, problem.energy, problem.yy)
+        return cls(torch.where(informative, mu, 0.0), E, Gyx, problem.yy)
 
     def to(self, like: Tensor) -> "RotationTarget":
         """Return the same problem in the dtype and on the device of a tensor."""
-        mu, basis, Gyx = self.mu.to(like), self.basis.to(like), self.Gyx.to(like)
-        return RotationTarget(mu, basis, Gyx, self.energy.to(like), self.yy)
+        return replace(self, mu=self.mu.to(like), basis=self.basis.to(like), Gyx=self.Gyx.to(like))
 
     def error(self, frame: "Frame") -> float:
         """Return `𝓛(Ŵ)` of a frame of any dtype, in the dtype of the problem.
@@ -60,11 +62,6 @@ class RotationTarget:
         W = (frame.U.to(self.mu) * frame.s.to(self.mu)) @ frame.R.to(self.mu)
         linear = float((W * self.Gyx).sum())
         return (float((W.square_() @ self.mu).sum()) - 2 * linear + self.yy) / self.yy
-
-    def rows(self, rows: slice) -> "RotationTarget":
-        """Return the problem of some of the outputs alone."""
-        energy = self.energy[rows]
-        return RotationTarget(self.mu, self.basis, self.Gyx[rows], energy, float(energy.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +132,10 @@ class Frame:
         return replace(self, s=led(self.s, energy.clamp_min(tiny), rows))
 
     def rescaled(
-        self, target: RotationTarget, shrinkage: Shrinkage, leading: Int[Tensor, " r"] | None = None
+        self,
+        target: RotationTarget,
+        options: CoecOptions,
+        leading: Int[Tensor, " r"] | None = None,
     ) -> tuple["Frame", Rescaled, float]:
         """New singular values (METHODS §5.3), what chose them, and the relative error with them.
 
@@ -144,8 +144,16 @@ class Frame:
         """
         # (U, R) → ρ, e → s(λ); 𝓛 needs no more than these three
         response, energy = self.response(target), self.energy(target)
-        out = rescale(self.s, response, energy, shrinkage, leading)
+        ridge = _FIXED if options.rescale == "fixed" else None
+        out = rescale(self.s, response, energy, ridge=ridge, kappa=options.kappa, leading=leading)
         return replace(self, s=out.s), out, _error(out.s, response, energy, target.yy)
+
+    def scaled(self, target: RotationTarget) -> tuple["Frame", float]:
+        """One scale for all singular values, and the relative error with it."""
+        response, energy = self.response(target), self.energy(target)
+        linear, quadratic = (self.s * response).sum(), (self.s.square() * energy).sum()
+        s = self.s * global_scale(float(linear), float(quadratic))
+        return replace(self, s=s), _error(s, response, energy, target.yy)
 
     def right_problem(self, target: RotationTarget, alignment: Alignment | None) -> RightProblem:
         """Return the problem of the right rotation, U and s held."""
@@ -164,3 +172,68 @@ def _error(
     s: Float[Tensor, " b"], response: Float[Tensor, " b"], energy: Float[Tensor, " b"], yy: float
 ) -> float:
     return (float((s.square() * energy).sum()) - 2 * float((s * response).sum()) + yy) / yy
+
+
+@dataclass(frozen=True, eq=False)
+class Anchor:
+    """The writer's frame and the anchor seen through it, in the channels' own basis.
+
+    Attributes:
+        writer: `U_v`, the leading left singular vectors of the pruned value projection, no more
+            than its rank: those beyond are rounding, and any would do.
+        target: `U_vᵀ Π_anchor U_v`, `Π_anchor = V Vᵀ`, `V = orth(V_full[K, :r_p])` with `V_full`
+            the right singular vectors of the unpruned consumer, likewise.
+        weight: `λ_a`.
+        r_p: how many leading rows of the frame are aligned.
+    """
+
+    writer: Float[Tensor, "k r"]
+    target: Float[Tensor, "r r"]
+    weight: float
+    r_p: int
+
+    @classmethod
+    def of(
+        cls,
+        weight: Float[Tensor, "m d"],
+        value_weight: Float[Tensor, "k h"],
+        kept: KeptSet,
+        options: CoecOptions,
+    ) -> "Anchor":
+        """Build the anchor from the unpruned consumer and the pruned value projection."""
+        k = len(kept.indices)
+        if value_weight.shape[0] != k:
+            raise OptionError(
+                f"value_weight needs one row per kept column ({k}), got {value_weight.shape[0]}: "
+                "repeat its rows per query head, in the consumer's column order"
+            )
+        # W_v, k×h → U_v, its leading left singular vectors
+        U_v = _leading_left(value_weight, options.r_p)
+        # W₀, m×d → V_full, its leading right singular vectors → V = orth(V_full[K]) → U_vᵀ V Vᵀ U_v
+        V_full = _leading_left(weight.T, options.r_p)
+        V = _leading_left(V_full[kept.indices], options.r_p)
+        overlap = U_v.T @ V
+        return cls(U_v, overlap @ overlap.T, options.lambda_a, options.r_p)
+
+    def alignment(self, frame: Frame, target: RotationTarget) -> Alignment:
+        """Return the penalty on the rows of the frame that lead now, in the dtype of the target."""
+        # R is in the eigenbasis E of Gxx, and so must the writer be: U_v → Eᵀ U_v.
+        rows, basis = frame.leading(self.r_p), target.basis
+        return Alignment(basis.T @ self.writer.to(basis), self.target.to(basis), rows, self.weight)
+
+
+def _leading_left(A: Float[Tensor, "m n"], count: int) -> Float[Tensor, "m r"]:
+    """Left singular vectors, descending: as many as the rank, and at most so many.
+
+    Eigenvectors of `A Aᵀ` cost a third to a half of an SVD, and exist where query heads repeat the
+    rows of A, which the polar iteration of a GPU's SVD cannot divide by. Squaring halves the digits
+    of small singular values: the SVD is for those, and for tall matrices, of which it is cheap.
+    """
+    if A.shape[0] <= A.shape[1]:
+        unit = A / power_of_two(A)
+        squares, Q = eigh(unit @ unit.T)
+        s = squares.clamp_min(0).sqrt().flip(0)[:count]
+        if float(s[-1]) > torch.finfo(A.dtype).eps ** 0.25 * float(s[0]):
+            return Q.flip(1)[:, :count]
+    U, s, _ = svd(A)
+    return U[:, s > rounding_level(s)][:, :count]

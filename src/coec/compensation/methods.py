@@ -118,7 +118,6 @@ class Method:
                 that it did not declare.
         """
         if isinstance(options, Options):
-            options.check_parts(() if problem.value is None else ("value",))
             result = self.function(problem, options)
         else:
             result = self.function(problem, **options)

@@ -8,8 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError
-from coec.linalg.products import power_of_two
-from coec.linalg.spd import root
+from coec.linalg.spd import power_of_two, root
 from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
 RISE = 1e-6

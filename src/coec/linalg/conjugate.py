@@ -1,6 +1,7 @@
 """Preconditioned Riemannian conjugate gradient on St(b, k) (METHODS §5.4.2)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float
@@ -8,10 +9,11 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.events import record
-from coec.linalg.products import rounded_products
-from coec.linalg.right import Point, Problem
-from coec.linalg.stiefel import project, retract_cholesky, symmetric
+from coec.linalg.decompose import symmetric
+from coec.linalg.right import Point, Problem, retract_cholesky, tangent_
 from coec.types import Convergence
+
+TOLERANCE, ITERATIONS = 1e-4, 200
 
 ARMIJO = 1e-4
 BACKTRACKS = 30
@@ -35,8 +37,8 @@ def conjugate(
     problem: Problem,
     R: Float[Tensor, "b k"],
     *,
-    tolerance: float = 1e-6,
-    iterations: int = 200,
+    tolerance: float = TOLERANCE,
+    iterations: int = ITERATIONS,
 ) -> tuple[Float[Tensor, "b k"], Convergence]:
     """Conjugate gradient from R, Polak-Ribière+, every accepted step lowering the true objective.
 
@@ -75,11 +77,11 @@ def conjugate(
             beta = max(0.0, (gz - float((g_old * z).sum())) / gz_old)
             del g_old
             d = d.mul_(beta).sub_(z)
-        d = project(R, d)
+        d = tangent_(R, d)
         # A direction that does not descend gives way to −z.
         slope = float((g * d).sum())
         if not slope < 0:
-            d, slope = project(R, z.to(R.dtype).neg()), -gz
+            d, slope = tangent_(R, z.to(R.dtype).neg()), -gz
         del z
         if not slope < -1e-16 * abs(point.value):
             return R, _ended(history, "gradient vanished")
@@ -136,13 +138,13 @@ def _precondition(
             if alignment and alignment.stiff
             else lambda X: X.mul_(inverse)
         )
-        z = _tangent(divide, inverse, R, divide(z))
+        z = _made_tangent(divide, inverse, R, divide(z))
         if turn is not None:
             z.addmm_((turn / size).to(WORKING), R)
     return z.mul_(size)
 
 
-def _tangent(
+def _made_tangent(
     divide: Callable[[Tensor], Tensor],
     inverse: Float[Tensor, "b k"],
     R: Float[Tensor, "b k"],
@@ -219,3 +221,21 @@ def _line_search(
 
 def _ended(history: list[float], reason: str) -> Convergence:
     return Convergence(len(history) - 1, reason, tuple(history))
+
+
+@contextmanager
+def rounded_products(device: torch.device) -> Iterator[None]:
+    """Let tensor cores of a CUDA device round the factors of float32 products to TF32.
+
+    For preconditioners, which few digits do. Nothing else changes how a processor multiplies, and
+    what was chosen before is chosen again.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -7,8 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coec.events import record
-from coec.linalg.spd import rounding_level
-from coec.settings.options import Rescale
+from coec.linalg.decompose import rounding_level
 
 GRID_POINTS = 120
 GRID_DECADES = (-4.0, 5.0)
@@ -23,37 +22,22 @@ class Rescaled:
 
     Attributes:
         s: singular values, in the order given.
-        scale: `s*`, the optimal global scale (1 where it was not applied).
-        ridge: the chosen λ as a multiple of the median mode energy; None for `uniform`.
-        clamped: how many modes the band κ stopped.
+        ridge: λ as a multiple of the median mode energy; None if no mode has information.
+        clamped: number of modes that the band κ stopped.
     """
 
     s: Float[Tensor, " b"]
-    scale: float
     ridge: float | None
     clamped: int
-
-
-@dataclass(frozen=True)
-class Shrinkage:
-    """Rule and band by which singular values are rescaled.
-
-    Attributes:
-        rule: `gcv` chooses λ, `fixed` takes `ridge`, `uniform` is λ = ∞ (the prior).
-        ridge: λ relative to the median mode energy, for `fixed`.
-        kappa: half-width of the band, at least 1.
-    """
-
-    rule: Rescale = "gcv"
-    ridge: float = 0.0
-    kappa: float = 10.0
 
 
 def rescale(
     s: Float[Tensor, " b"],
     response: Float[Tensor, " b"],
     energy: Float[Tensor, " b"],
-    shrinkage: Shrinkage,
+    *,
+    ridge: float | None = None,
+    kappa: float = 10.0,
     leading: Int[Tensor, " r"] | None = None,
 ) -> Rescaled:
     """Singular values that minimise `Σ e_i (s_i − ρ_i/e_i)²`, shrunk to the global scale.
@@ -68,21 +52,22 @@ def rescale(
         s: current singular values, at least 0.
         response: `ρ_i = u_iᵀ Gyx r_i`.
         energy: `e_i = r_iᵀ Gxx r_i`.
-        shrinkage: the rule, and its band.
+        ridge: λ relative to the median energy; chosen by generalised cross-validation if None.
+        kappa: κ, at least 1.
         leading: modes that must keep the largest values, as they have them in `s`; see `led`.
     """
     # The prior m = s* s, which modes without information keep.
     scale = global_scale(float((s * response).sum()), float((s.square() * energy).sum()))
     prior = s * scale
     informative = energy > rounding_level(energy)
-    if shrinkage.rule == "uniform" or not informative.any():
-        return Rescaled(prior, scale, None, 0)
+    if not informative.any():
+        return Rescaled(prior, None, 0)
     # λ → s(λ) = (ρ + λ m)/(e + λ), limited to the band [m/κ, κ m]
     e, rho, m = energy[informative], response[informative], prior[informative]
     median = float(e.median())
-    relative = choose_ridge(e, rho, m, median) if shrinkage.rule == "gcv" else shrinkage.ridge
+    relative = choose_ridge(e, rho, m, median) if ridge is None else ridge
     shrunk = (rho + relative * median * m) / (e + relative * median)
-    banded = shrunk.clamp(min=m / shrinkage.kappa, max=m * shrinkage.kappa)
+    banded = shrunk.clamp(min=m / kappa, max=m * kappa)
     out = prior.clone()
     out[informative] = banded
     if leading is not None:
@@ -94,7 +79,7 @@ def rescale(
         if _objective(out, response, energy) > before + slack:
             record("keeping the lead would have raised the error: one scale for all modes instead")
             out = prior
-    return Rescaled(out, scale, relative, int((banded != shrunk).sum()))
+    return Rescaled(out, relative, int((banded != shrunk).sum()))
 
 
 def _objective(

@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from coec.errors import NumericalError
 from coec.linalg.alignment import Alignment
+from coec.linalg.decompose import polar, symmetric
 from coec.linalg.gcv import global_scale
-from coec.linalg.polar import polar
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,3 +211,50 @@ FLOOR = 5e-4
 def energies(R: Float[Tensor, "b k"], mu: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
     """`e_i = r_iᵀ Gxx r_i` in the eigenbasis."""
     return R.square() @ mu
+
+
+def tangent_(R: Float[Tensor, "b k"], Z: Float[Tensor, "b k"]) -> Float[Tensor, "b k"]:
+    """`Z − sym(Z Rᵀ) R`, in place: the orthogonal projection of Z on the tangent space at R."""
+    return Z.addmm_(symmetric(Z @ R.T), R, alpha=-1)
+
+
+def retract_cholesky(
+    R: Float[Tensor, "b k"], xi: Float[Tensor, "b k"], step: float = 1.0
+) -> Float[Tensor, "b k"]:
+    """The LQ retraction `L⁻¹ (R + step ξ)`, `L Lᵀ` its Gram matrix, by Cholesky.
+
+    For a tangent ξ the Gram matrix is `I + step² ξ ξᵀ`: rows are orthonormal to rounding times
+    `1 + ‖step ξ‖²`.
+
+    Raises:
+        NumericalError: the step is not finite, or so long that digits would be lost.
+    """
+    # Rows lose digits by 1 + ‖step ξ‖² (above): this bound leaves three quarters of them.
+    longest = torch.finfo(R.dtype).eps ** -0.25
+    if step * step * float(xi.square().sum()) <= longest * len(R):
+        # R + step ξ → L of its Gram matrix → L⁻¹ (R + step ξ), whose rows are orthonormal
+        A = torch.add(R, xi, alpha=step)
+        L, info = torch.linalg.cholesky_ex(lower_gram(A))
+        if int(info) == 0:
+            return torch.linalg.solve_triangular(L, A, upper=False)
+    raise NumericalError("retraction of a step that is not finite, or far too long")
+
+
+STRIP = 256
+"""Rows that a product is cut into: enough to keep its rate."""
+
+
+def lower_gram(A: Float[Tensor, "b k"]) -> Float[Tensor, "b b"]:
+    """The lower triangle of `A Aᵀ`, which is all that Cholesky reads, in strips of rows.
+
+    What lies right of a strip's last column is not computed, and 0: for many rows nearly half the
+    product.
+    """
+    b = len(A)
+    if b <= STRIP:
+        return A @ A.T
+    G = A.new_zeros(b, b)
+    for first in range(0, b, STRIP):
+        last = min(first + STRIP, b)
+        torch.mm(A[first:last], A[:last].T, out=G[first:last, :last])
+    return G

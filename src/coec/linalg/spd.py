@@ -1,4 +1,4 @@
-"""Symmetric positive semidefinite matrices: powers and solves."""
+"""Symmetric positive semidefinite matrices: powers, inverses and solves."""
 
 import math
 
@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.events import record
-from coec.linalg.decompose import eigh
-from coec.linalg.products import power_of_two
+from coec.linalg.decompose import eigh, rounding_level
 
 NEGATIVE = 1e-6
 """Eigenvalues this far below 0, relative to the largest, are rounding; beyond it G is indefinite.
@@ -80,19 +79,6 @@ def _cholesky(A: Float[Tensor, "n n"], shift: float) -> Float[Tensor, "n n"] | N
     shifted.diagonal().add_(shift)
     L, info = torch.linalg.cholesky_ex(shifted)
     return L if int(info) == 0 else None
-
-
-def rounding_level(values: Float[Tensor, " n"]) -> float:
-    """The size below which entries of a spectrum cannot be told from rounding: √n · eps · max.
-
-    Eigenvalues that are 0 come out at less than half of it (docs/lab/LOG.md). The bound of the
-    worst case, n · eps, would take eigenvalues of 1/600 of the largest for rounding, in float32 at
-    n = 14336.
-    """
-    if len(values) == 0:
-        return 0.0
-    largest = float(values.abs().max())
-    return math.sqrt(len(values)) * torch.finfo(values.dtype).eps * largest
 
 
 def noise(
@@ -197,3 +183,14 @@ def solve_right(
     mu = mu + max(shift, 0.0)
     inverse = torch.where(mu > noise(mu, Q, A.diagonal(), precision), 1 / mu, 0.0)
     return (B @ Q * inverse) @ Q.T
+
+
+def power_of_two(values: Float[Tensor, "..."]) -> float:
+    """A power of two about the largest magnitude, so that dividing by it is exact; 1 for zeros.
+
+    The largest magnitude, divided by it, lies in [1, 2).
+    """
+    # frexp gives a mantissa in [½, 1), so that the exponent is one above that of [1, 2).
+    low, high = values.aminmax()
+    largest = max(-float(low), float(high))
+    return math.ldexp(1.0, math.frexp(largest)[1] - 1) if largest > 0 else 1.0

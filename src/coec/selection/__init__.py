@@ -15,14 +15,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError
-from coec.linalg.spd import regularized_inverse
 from coec.selection.elimination import obs
 from coec.settings.parts import check_sparsity
 from coec.types import Gram, KeptSet
 
 Score = Callable[..., Tensor]
-LEVERAGE_RIDGE = 1.0
-"""λ of the leverage scores, relative to the mean channel energy."""
 
 
 def rcpu(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
@@ -47,21 +44,6 @@ def flap(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
     Source: FLAP (An et al. 2024).
     """
     return weight.square().sum(dim=0) * gram.variance
-
-
-def leverage(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
-    """Ridge leverage, without the weight: `[G (G + λI)⁻¹]_jj`.
-
-    `λ = mean(diag G)`. How much of a channel the others do not explain, from 0 to 1: MoDeGPT
-    chooses the kept columns of its Nyström approximation of G by it. Its own λ is a constant in the
-    units of its statistics; with one relative to the mean energy, neither units nor the number of
-    tokens matter.
-
-    Source: MoDeGPT (Lin et al. 2025); a control.
-    """
-    inverse, ridge = regularized_inverse(gram.xx, LEVERAGE_RIDGE)
-    # G (G + λI)⁻¹ = I − λ (G + λI)⁻¹
-    return (1 - ridge * inverse.diagonal()).clamp(0, 1).to(weight)
 
 
 def magnitude(weight: Float[Tensor, "m d"], gram: Gram) -> Float[Tensor, " d"]:
@@ -101,7 +83,6 @@ SELECTIONS: dict[str, Score] = {
     "wanda-sp": wanda_sp,
     "flap": flap,
     "obs": obs,
-    "leverage": leverage,
     "magnitude": magnitude,
     "random": random,
 }

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.cuda import CUDAGraph
 
 from coec.errors import NumericalError, OptionError
-from coec.linalg.products import power_of_two
-from coec.linalg.spd import regularized_inverse
+from coec.linalg.spd import power_of_two, regularized_inverse
 from coec.types import Gram
 
 RIDGE = 1e-3

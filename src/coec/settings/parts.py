@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from coec.errors import OptionError
 from coec.settings.fields import Settings, check_seed, plain, setting, without_effect
 
-SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "leverage", "magnitude", "random"]
+SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "magnitude", "random"]
 CompensationName = Literal["coec", "rcpu", "bias", "least-squares", "ridge-to-slice", "none"]
 PresetName = Literal["paper", "fast", "balanced", "best"]
 DEFAULT_PRESET: PresetName = "balanced"

@@ -49,20 +49,11 @@ class PruningSettings(TypedDict, total=False):
     address: str | None
     workers: int | None
     alpha: float
-    rotation: Literal["two-sided", "left", "right", "better"]
+    rotation: Literal["two-sided", "left", "right"]
     parameterization: Literal["stiefel", "full"]
-    start: Literal["identity", "procrustes"]
-    slices: int
-    rescale: Literal["gcv", "fixed", "uniform"]
-    rescale_ridge: float
+    rescale: Literal["gcv", "fixed"]
     kappa: float
-    solver: Literal["joint", "conjugate", "gradient"]
-    retraction: Literal["auto", "polar"]
-    delta: float
-    precision: float
-    iterations: int
-    rounds: int
-    tol: float
+    solver: Literal["joint", "gradient"]
     lambda_a: float
     r_p: int
     ridge: float | Literal["auto"]
