@@ -10,10 +10,11 @@ Tests compare what is written with what these commands print.
 import argparse
 from collections.abc import Iterable, Mapping
 
-from coec.models.architectures import packaged
-from coec.models.formats import LOADERS
 from coec.settings import OPTIONS, PARTS, RECIPE, TABLE, Setting
 from coec.settings.fields import shown
+
+from coec.models.architectures import packaged
+from coec.models.formats import LOADERS
 
 _PREFACE = """# Settings
 

@@ -1,7 +1,7 @@
 """Training-free structured pruning of large language models.
 
-`prune` works on checkpoints, `compensate` on plain tensors; `recover` trains a pruned model a little.
-`plan` looks ahead, `perplexity` measures, and `export` writes what other programs read.
+`prune` works on checkpoints, `compensate` on plain tensors; `recover` trains a pruned model a
+little. `plan` looks ahead, `perplexity` measures, and `export` writes what other programs read.
 """
 
 from importlib import import_module

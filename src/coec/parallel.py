@@ -6,6 +6,7 @@ does the work itself and returns.
 """
 
 import contextlib
+import io
 import os
 import pickle
 import socket
@@ -17,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from coec.errors import CoecError, ModelError
+from coec.errors import ModelError
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
@@ -102,21 +103,19 @@ def lead(work: Callable[..., Value], *arguments: Any) -> Value:
 def lead_only(work: Callable[..., Value], *arguments: Any) -> Value | None:
     """Return on the first process what it computes there, such as what holds a model; else None."""
     made: list[Value] = []
-    lead(lambda: made.append(work(*arguments)))
+
+    def make() -> None:
+        made.append(work(*arguments))
+
+    lead(make)
     return made[0] if made else None
 
 
 @contextmanager
 def leading(context: AbstractContextManager[Value]) -> Iterator[Value | None]:
     """Enter a context on the first process, and give None on the others."""
-    if rank() == 0:
-        with contextlib.ExitStack() as stack:
-            entered = [stack.enter_context(context)] if size() == 1 else []
-            lead(lambda: entered or entered.append(stack.enter_context(context)))
-            yield entered[0]
-    else:
-        lead(lambda: None)
-        yield None
+    with contextlib.ExitStack() as stack:
+        yield lead_only(stack.enter_context, context)
 
 
 def each(works: Sequence[Callable[[], Value]]) -> list[Value]:
@@ -186,8 +185,6 @@ def _pickled(value: Any) -> bytes:
             if isinstance(item, torch.Tensor) and item.device.type != "cpu":
                 return item.cpu().__reduce_ex__(5)
             return NotImplemented
-
-    import io
 
     buffer = io.BytesIO()
     Pickler(buffer, 5).dump(value)

@@ -251,7 +251,9 @@ def _matched_blocks(dense: Dense, pruned: RawCheckpoint) -> dict[int, int]:
     numbers: dict[int, int] = {}
     for index in range(pruned.layers):
         for block in dense.layout.blocks[max(numbers.values(), default=-1) + 1 :]:
-            norms = [n for n, s in dense.shapes.items() if n.startswith(block.prefix) and len(s) == 1]
+            norms = [
+                n for n, s in dense.shapes.items() if n.startswith(block.prefix) and len(s) == 1
+            ]
             names = [n.replace(f".{block.index}.", f".{index}.", 1) for n in norms]
             pairs = [(n, m) for n, m in zip(norms, names, strict=True) if m in pruned.headers]
             same = (match_rows([dense.tensor(n)[None]], [pruned.tensor(m)[None]]) for n, m in pairs)

@@ -9,6 +9,7 @@ from torch import Tensor
 from coec.selection.elimination import removal_path
 from coec.types import Gram, KeptSet
 
+
 def by_error(
     weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int, ranges: int
 ) -> tuple[Float[Tensor, " u"], KeptSet]:

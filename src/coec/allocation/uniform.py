@@ -29,8 +29,8 @@ class Shares:
 
     mlp: float
     attention: float
-    experts: float = 0.0
-    rounding: Rounding = Rounding(1)
+    experts: float
+    rounding: Rounding
 
     def of(self, site: Site) -> float:
         """Return the fraction that is removed at a site."""

@@ -9,12 +9,12 @@ from typing import Any
 from huggingface_hub import metadata_load
 
 from coec.allocation.kept import KEPT
+from coec.checkpoint.report import Report
 from coec.compensation import COMPENSATIONS
+from coec.config.recipe import Recipe
 from coec.models.files import JsonDict
 from coec.models.layout import split_over
-from coec.checkpoint.report import Report
 from coec.selection import SELECTIONS
-from coec.config.recipe import Recipe
 from coec.version import __version__
 
 CARD = "README.md"

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coec.errors import NumericalError, OptionError, OutputError, UnfinishedError
-from coec.events import record
 from coec.checkpoint import folder as output
 from coec.checkpoint.folder import JOURNAL, NEW, WORK, sync, writing
+from coec.errors import NumericalError, OptionError, OutputError, UnfinishedError
+from coec.events import record
 from coec.models.files import JsonDict, sha256
 
 RunIdentity = JsonDict

@@ -9,7 +9,7 @@ from rich.text import Text
 from coec.cli.common import JSON, show
 from coec.cli.flags import with_flags
 from coec.config.recipe import PRESETS
-from coec.config.settings import shown
+from coec.config.settings import described, shown
 
 
 @with_flags(JSON)
@@ -20,7 +20,7 @@ def methods_command(**flags: Any) -> None:
     from coec.selection import SELECTIONS
 
     options = {
-        name: {row.name: row.text for row in method.settings}
+        name: {row.name: row.text for row in described(method.settings)}
         for name, method in COMPENSATIONS.items()
     }
     listing: dict[str, dict[str, str]] = {

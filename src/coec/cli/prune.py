@@ -58,8 +58,11 @@ _HELP_ALL = switch(HELP_ALL, "Show every flag, and those of each compensation.")
 )
 _OPTIONS = [
     flag._replace(heading=f"Options of --compensation {method}")
-    for method, options in {"coec": CoecOptions, "ridge-to-slice": RidgeOptions}.items()
-    for flag in flags_of(options)
+    for method, flags in {
+        "coec": flags_of(CoecOptions),
+        "ridge-to-slice, least-squares": flags_of(RidgeOptions),
+    }.items()
+    for flag in flags
 ]
 _SETTINGS = [
     flag if flag.name in FIRST_SCREEN else flag._replace(heading=f"More: {flag.heading.lower()}")
@@ -227,9 +230,7 @@ def _next(report: "Report") -> Iterator[str]:
     text = str(report.recipe["calibration"])
     yield common.measuring(report.model, report.out, text)
     if not report.plan["inside"]:  # of models of text and images none is trained
-        model, out, trained = map(
-            common.named, (report.model, report.out, f"{report.out}-trained")
-        )
+        model, out, trained = map(common.named, (report.model, report.out, f"{report.out}-trained"))
         yield f"train it a little: coec recover {model} {out} {trained}{common.text_flag(text)}"
     if "," not in text and text != "self":  # docs/lab/RESULTS.md: the text decides more
         both = shlex.quote(f"{text},OTHER.txt")

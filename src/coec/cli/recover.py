@@ -13,9 +13,9 @@ from coec.config.recovery import Recovery
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from coec.checkpoint.report import Report
     from coec.models.description import Description
     from coec.models.files import JsonDict
-    from coec.checkpoint.report import Report
 
 _FLAGS = [
     flag._replace(type=str, metavar="N") if flag.name == "tokens" else flag

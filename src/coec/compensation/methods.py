@@ -6,18 +6,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import create_model
+
 from coec.compensation.closed_form import bias, least_squares, none, rcpu, ridge_to_slice
 from coec.compensation.coec import coec
-from coec.errors import OptionError
-from coec.settings import CoecOptions, RidgeOptions, Setting
-from coec.settings.fields import of_annotation, without_effect
-from coec.settings.options import Options
+from coec.config.options import CoecOptions, Options, RidgeOptions
+from coec.config.settings import without_effect
+from coec.errors import OptionError, did_you_mean
 from coec.types import SiteProblem, SiteResult
 
 PARTS = frozenset({"value"})
 """Parts of a problem that are prepared only for methods which need them."""
-
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,14 @@ class Method:
     """A compensation, with what must be known of it before it runs.
 
     Attributes:
-        function: `(problem, options) -> SiteResult` where `options` says which options; otherwise
+        function: `(problem, options) -> SiteResult` if `options` says which options; otherwise
             `(problem, *, options) -> SiteResult`, whose options are its keyword-only arguments.
         adds_bias: whether results may carry a bias, which decides the output format before any
-            work. One that was not declared is refused.
+            work. A bias that was not declared is refused.
         needs: the parts of the problem that are to be prepared: `value`, the pruned value
             projection at sites that follow attention.
-        options: the dataclass of the options.
-        shrinks: whether a result stays near the slice of itself where tokens are few; others are
-            shrunk towards it at experts, where there are no validation windows.
+        options: the class of the options.
+        shrinks: whether a result stays near the slice of itself if tokens are few.
     """
 
     function: Callable[..., SiteResult]
@@ -73,58 +72,57 @@ class Method:
         listed = (name for name, method in COMPENSATIONS.items() if method == self)
         return next(listed, called(self.function))
 
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        """Options of the method."""
-        return self.options.table() if self.options else _keywords(self.function)
+    @functools.cached_property
+    def settings(self) -> type[Options]:
+        """The class of the options; of a function that declares none, made of its keywords."""
+        if self.options is not None:
+            return self.options
+        empty = inspect.Parameter.empty
+        fields: dict[str, Any] = {
+            argument.name: (
+                Any if argument.annotation is empty else argument.annotation,
+                ... if argument.default is empty else argument.default,
+            )
+            for argument in inspect.signature(self.function).parameters.values()
+            if argument.kind is argument.KEYWORD_ONLY
+        }
+        return create_model(f"Options of {self.name}", __base__=Options, **fields)
 
     @property
     def defaults(self) -> dict[str, Any]:
         """The options that have a default, with it."""
-        return {item.name: item.default for item in self.settings if item.default is not REQUIRED}
+        fields = self.settings.model_fields
+        return {name: field.default for name, field in fields.items() if not field.is_required()}
 
-    def chosen(self, given: Mapping[str, Any]) -> "Options | dict[str, Any]":
-        """The options as the function takes them, checked.
-
-        Raises:
-            OptionError: one is unknown, missing, not allowed, or without effect beside the others.
-        """
-        # Unknown or bad options first, then missing ones, then those without effect.
-        options = self._checked(given)
-        for item in self.settings:
-            if item.default is REQUIRED and item.name not in options:
-                raise OptionError(f"compensation '{self.name}' needs the option '{item.name}'")
-        for option, why in self.idle(options).items():
-            raise without_effect(option, why)
-        return self.options(**options) if self.options else options
-
-    def idle(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Return the options that differ from their default to no effect, each with the reason.
+    def chosen(self, given: Mapping[str, Any]) -> Options:
+        """Return the options, checked.
 
         Raises:
-            OptionError: an option is unknown or not allowed.
+            OptionError: one is unknown, missing, not allowed, or without effect with the others.
         """
-        options, defaults = self._checked(given), self.defaults
-        if self.options is None:
-            return {}
-        idle = self.options(**options).idle()
-        return {o: idle[o] for o in idle if o in options and options[o] != defaults[o]}
+        names = self.settings.model_fields
+        for option in sorted(set(given) - set(names)):
+            raise OptionError(
+                f"compensation '{self.name}' has no option '{option}'"
+                + (did_you_mean(option, names) or f"; its options: {', '.join(names) or 'none'}")
+            )
+        options = self.settings(**given)
+        for option, why in options.idle().items():
+            if option in given and given[option] != self.defaults.get(option):
+                raise without_effect(option, why)
+        return options
 
-    def __call__(self, problem: SiteProblem, options: "Options | dict[str, Any]") -> SiteResult:
+    def __call__(self, problem: SiteProblem, options: Options) -> SiteResult:
         """Run it, and hold it to what it declares.
 
         Raises:
             OptionError: what it returns is no `SiteResult`, does not fit the problem, or has a bias
                 that it did not declare.
         """
-        if isinstance(options, Options):
+        if self.options is not None:
             result = self.function(problem, options)
         else:
-            result = self.function(problem, **options)
-        self._check_result(result, problem)
-        return result
-
-    def _check_result(self, result: object, problem: SiteProblem) -> None:
+            result = self.function(problem, **dict(options))
         if not isinstance(result, SiteResult):
             raise OptionError(
                 f"compensation '{self.name}' must return a coec.SiteResult, got "
@@ -144,15 +142,7 @@ class Method:
                     f"compensation '{self.name}' must return a {name} of shape {shape} in {dtype}, "
                     f"got {tuple(tensor.shape)} in {tensor.dtype}"
                 )
-
-    def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        known = {item.name: item for item in self.settings}
-        for option in sorted(set(given) - set(known)):
-            takes = ", ".join(known) or "none"
-            raise OptionError(
-                f"compensation '{self.name}' has no option '{option}'; its options: {takes}"
-            )
-        return {option: known[option].checked(value) for option, value in given.items()}
+        return result
 
 
 def called(function: Callable[..., Any]) -> str:
@@ -162,22 +152,8 @@ def called(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-REQUIRED = inspect.Parameter.empty
-"""The default of an option that must be given."""
-
-
-def _keywords(function: Callable[..., SiteResult]) -> tuple[Setting, ...]:
-    """The options of a function: its keyword-only arguments; annotations say their kinds."""
-    parameters = inspect.signature(function).parameters.values()
-    return tuple(
-        of_annotation(argument.name, argument.annotation, argument.default)
-        for argument in parameters
-        if argument.kind is argument.KEYWORD_ONLY
-    )
-
-
 def _check_form(method: Method) -> None:
-    """Raises OptionError unless the function can be called with a problem, and shows how."""
+    """Raise OptionError unless the function can be called with a problem."""
     try:
         parameters = inspect.signature(method.function).parameters.values()
     except (TypeError, ValueError) as error:
@@ -187,7 +163,7 @@ def _check_form(method: Method) -> None:
     # *args takes whatever comes: nothing can be said against it.
     if any(argument.kind is argument.VAR_POSITIONAL for argument in parameters):
         return
-    positional = [argument for argument in parameters if argument.kind in POSITIONAL]
+    positional = [argument for argument in parameters if argument.kind in _POSITIONAL]
     needed = [argument.name for argument in positional if argument.default is argument.empty]
     count = 2 if method.options else 1
     if len(needed) > count or len(positional) < count:

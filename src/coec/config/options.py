@@ -25,8 +25,8 @@ class CoecOptions(Options):
     parameterization: Literal["stiefel", "full"] = "stiefel"
     """`stiefel` rotates the b×k frame, `full` all of O(k)."""
     rescale: Literal["gcv", "fixed"] = "gcv"
-    """Scales of the modes: by generalised cross-validation (`gcv`), or by a `fixed` ridge, the median
-    mode energy."""
+    """Ridge of the modes' scales: chosen by generalised cross-validation (`gcv`), or the median
+    mode energy (`fixed`)."""
     kappa: float = setting(10.0, ge=1)
     """Largest factor, at least 1, between a mode's scale and the global one."""
     solver: Literal["joint", "gradient"] = "joint"

@@ -43,8 +43,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 class Recipe(Settings):
     """Settings of a pruning, checked when it is made: before any model is touched.
 
-    A preset is where defaults come from: `Recipe(preset="fast", sparsity=0.5, ridge=0.02)` is `fast`
-    with two other settings. Options of the compensation are given by name too.
+    A preset is where defaults come from: `Recipe(preset="fast", sparsity=0.5, ridge=0.02)` is
+    `fast` with two other settings. Options of the compensation are given by name too.
 
     Raises:
         OptionError: an unknown setting, a bad value, or settings that do not go together.
@@ -70,8 +70,8 @@ class Recipe(Settings):
     change least. The first and the last block are kept."""
     budget: str | None = setting(None, otherwise="what sparsity leaves")
     """What the pruned model may take, in place of sparsity: a share of the parameters (0.8), their
-    number (5600000000), or the memory of a server (16GB, 14.5GiB) for the weights as written and the
-    keys and values of `context` tokens. Attention is kept if the budget can be met without it."""
+    number (5600000000), or the memory of a server (16GB, 14.5GiB) for the weights as written and
+    the keys and values of `context` tokens. Attention is kept if the budget can be met so."""
     context: int = setting(8192, ge=1)
     """Number of tokens, over all sequences, whose keys and values a budget of memory includes."""
     by_block: bool = False
@@ -95,12 +95,13 @@ class Recipe(Settings):
 
     # How to compensate
     preset: PresetName = setting(DEFAULT_PRESET, heading="How to compensate")
-    """Set of defaults: `paper` (COEC), `fast` (closed forms, block after block) or `balanced` (every
-    block trained, briefly). Any other setting wins over it."""
+    """Set of defaults: `paper` (COEC), `fast` (closed forms, block after block) or `balanced`
+    (every block trained, briefly). Any other setting wins over it."""
     compensation: CompensationName | Callable[..., Any] = "coec"
     """Method that compensates for the removed units."""
     propagate: bool = False
-    """Calibrate every block on the inputs that the pruned model has, and correct the error so far."""
+    """Calibrate every block on the inputs that the pruned model has, and correct the error so
+    far."""
     reconstruct: int = setting(0, ge=0)
     """Passes over the windows in which all weights of a block are trained towards the dense model's
     hidden states after it."""
@@ -114,9 +115,7 @@ class Recipe(Settings):
     with shares of the windows: a.txt=2,b.jsonl=1."""
     samples: int = setting(128, ge=1)
     """Number of calibration windows."""
-    seq_len: int | None = setting(
-        None, ge=2, otherwise="2048, or the model's maximum if less"
-    )
+    seq_len: int | None = setting(None, ge=2, otherwise="2048, or the model's maximum if less")
     """Tokens per window."""
     seed: int = setting(0, ge=0)
     """Random seed for drawing windows."""
@@ -132,7 +131,7 @@ class Recipe(Settings):
     device: str = setting("auto", heading="Where to run")
     """auto (a GPU if there is one), cpu, cuda, cuda:1, …"""
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = setting({})
     """Options of the compensation, by name."""
     trust_remote_code: bool = False
     """Whether the model's tokenizer may run Python code that comes with the model."""

@@ -24,6 +24,7 @@ from coec.calibration.tokens import (
     source_of,
 )
 from coec.calibration.windows import Windows, all_windows, resolve_seq_len
+from coec.checkpoint.report import calibration_digest
 from coec.config.evaluation import TextEvaluation
 from coec.devices import choose_device
 from coec.errors import ModelError, NumericalError, OptionError
@@ -31,7 +32,6 @@ from coec.evaluation.models import Loaded, load_network, opened
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
-from coec.checkpoint.report import calibration_digest
 from coec.streams.head import Prediction
 from coec.streams.self_text import sample_from_model, windows_that_fit
 

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import SupportsIndex
 
+from coec.checkpoint.folder import appearing, check_file, check_space, path_of
 from coec.errors import OptionError, OutputError, check_installed
 from coec.events import Progress, recording
-from coec.checkpoint.folder import appearing, check_file, check_space, path_of
 from coec.exporting import GGUF_DTYPES
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
-from coec.settings.fields import check_whole
 
 _MAGIC = b"GGUF"
 """First bytes of the files."""
@@ -83,7 +82,9 @@ def export(
     """
     if dtype is not None and dtype not in GGUF_DTYPES:
         raise OptionError(f"dtype must be one of {', '.join(GGUF_DTYPES)}, got {dtype!r}")
-    length = None if context is None else check_whole("context", context)
+    length = None if context is None else int(context)
+    if length is not None and length < 1:
+        raise OptionError(f"context must be at least 1, got {length}")
     path = path_of(out)
     if path.suffix != _SUFFIX:
         raise OutputError(f"the output must be a file whose name ends in {_SUFFIX}, got '{out}'")

@@ -1,12 +1,17 @@
-"""What a model does not allow, refused before any work."""
+"""What is refused before any work: what a model does not allow, and functions that fail."""
+
+import json
+from typing import Any
 
 import torch
 
+from coec.compensation import Method, compensate
 from coec.config.recipe import Recipe
 from coec.config.settings import without_effect
 from coec.errors import OptionError
 from coec.models.description import Description
-from coec.selection import kept_count
+from coec.selection import SELECTIONS, column_scores, kept_count
+from coec.types import Gram, KeptSet
 
 
 def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> None:
@@ -15,6 +20,8 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
     `forward` is the dtype of the forward passes.
     """
     architecture, given = model.architecture, recipe.model_fields_set
+    if recipe.own_functions:
+        _rehearse(recipe)
     name = architecture.model_type
     if recipe.propagate and architecture.adds and "propagate" in given:
         raise OptionError(
@@ -73,4 +80,30 @@ def _check_experts(model: Description, sparsity: float) -> None:
         raise OptionError(
             f"expert_sparsity = {sparsity:g} leaves {remaining} of {count} experts, and every "
             f"token goes to {chosen} (num_experts_per_tok): remove fewer"
+        )
+
+
+def _rehearse(recipe: Recipe) -> None:
+    """Try the functions of a user on a 6×8 problem: what is wrong fails here, not after hours."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(8, 32, generator=generator, dtype=torch.float64)
+    W = torch.randn(6, 8, generator=generator, dtype=torch.float64)
+    gram, kept = Gram(X @ X.T, X.sum(dim=1), X.shape[1]), KeptSet(torch.tensor([0, 2, 3, 5, 6]), 8)
+    score: Any = recipe.selection
+    score = SELECTIONS[score] if isinstance(score, str) else score
+    method = Method.of(recipe.compensation)
+    try:
+        scores = column_scores(score, W, gram, units=4, keep=3, seed=0)
+        result = compensate(W, gram, kept, method=method, value_weight=W[:5, :4], **recipe.options)
+        json.dumps([recipe.options, result.diagnostics], allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"{' or '.join(recipe.own_functions)} fails on a small problem: {error}; a selection is "
+            "(weight, gram) -> scores, with units, keep and seed by keyword if it declares them; "
+            "options and diagnostics are ready for JSON"
+        ) from error
+    if not isinstance(scores, torch.Tensor) or scores.shape != (8,):
+        got = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise OptionError(
+            f"selection must return one score per column, a tensor of shape (8,), got {got}"
         )

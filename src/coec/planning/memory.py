@@ -161,7 +161,7 @@ def _sizes(plan: Plan) -> dict[str, int]:
         * (forward if on_gpu else stored + forward),
         # Of two models: before the block and after it, and between its sites
         "hidden states": int((3 if plan.sequential else 1) * tokens * waiting),
-        # One model's, and three models' of the tokens that are tried, two of them before every block
+        # One model's; of the tokens that are tried three models', two of them before every block
         "states of allocation": int(
             tokens * waiting + (3 + 2 * plan.dense.layers) * tried * state * (2 if on_gpu else 1)
         ) + consumers * forward,
@@ -257,8 +257,8 @@ def _share(model: Description, site: Site) -> float:
 def _solve(plan: Plan, site: Site) -> float:
     """Choose units and compensate at a site, of m outputs and k of d inputs.
 
-    Scores, errors and a closed form take 14md² + 6mk² + k³, `obs` md² + 2d³, and COEC the eigenpairs
-    of d×d and k×k and its descent.
+    Scores, errors and a closed form take 14md² + 6mk² + k³, `obs` md² + 2d³, and COEC the
+    eigenpairs of d×d and k×k and its descent.
     """
     m, d = int(plan.model.shapes[site.weight][0]), site.columns
     k = plan.widths.of(site) * site.columns_per_unit

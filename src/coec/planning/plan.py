@@ -128,17 +128,30 @@ class Plan:
             recipe.sparsity, recipe.sparsity if attention is None else attention,
             recipe.expert_sparsity, Rounding(recipe.multiple, recipe.tensor_parallel),
         )  # fmt: skip
+        forward = choose_forward_dtype(
+            recipe.forward_dtype, stored, device, summed=recipe.reconstruct > 0
+        )
+        check_model(model, recipe, forward)
         plan = cls(
-            model, recipe, kept, shares, Widths({}), model.shape, OutputFormat({}, "", {}, None),
-            {}, resolve_seq_len(recipe.seq_len, model.positions, DEFAULT_SEQ_LEN), device, device,
-            stored,
-            choose_forward_dtype(recipe.forward_dtype, stored, device, summed=recipe.reconstruct > 0),
-            choose_solve_dtype("auto", device),
-            DTYPES[recipe.dtype] if recipe.dtype else stored,
+            model=model,
+            recipe=recipe,
+            kept=kept,
+            shares=shares,
+            widths=Widths({}),
+            pruned=model.shape,
+            output=OutputFormat(model.config, None, {}, None),
+            pruned_shapes=model.shapes,
+            seq_len=resolve_seq_len(recipe.seq_len, model.positions, DEFAULT_SEQ_LEN),
+            device=device,
+            home=device,
+            stored=stored,
+            forward=forward,
+            solve=choose_solve_dtype("auto", device),
+            written=DTYPES[recipe.dtype] if recipe.dtype else stored,
             decided=not recipe.by_block or (kept is not None and kept.covers(model.layout)),
-            dropped=dropped, chosen=not recipe.drop_blocks,
-        )  # fmt: skip
-        check_model(model, recipe, plan.forward)
+            dropped=dropped,
+            chosen=not recipe.drop_blocks,
+        )
         return plan._within_budget()
 
     def _within_budget(self) -> "Plan":
@@ -359,9 +372,7 @@ class Plan:
             "the calibration text decides the widths of every block; these are uniform ones with "
             "the same number of parameters",
         )  # fmt: skip
-        notes = notes_of(
-            self.model, self.recipe, self.kept, self.shares, self.widths, self.tokens
-        )
+        notes = notes_of(self.model, self.recipe, self.kept, self.shares, self.widths, self.tokens)
         return (*self.remarks, *undecided, *notes)
 
     def record(self) -> dict[str, Any]:

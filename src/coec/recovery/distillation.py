@@ -26,9 +26,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
-from coec.events import Progress, record
-from coec.checkpoint.journal import Journal
 from coec.checkpoint.folder import free_space, sync, writing
+from coec.checkpoint.journal import Journal
+from coec.events import Progress, record
 from coec.models.files import JsonDict, digests_in, write_tensors
 from coec.recovery.text import Examples, TopTokens
 from coec.sizes import LOGITS_PER_PASS

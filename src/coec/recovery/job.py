@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 
 from coec.calibration.tokens import check_same_tokenizer, source_of
 from coec.calibration.windows import source_digest
+from coec.checkpoint.folder import check_space, partial_of
+from coec.checkpoint.report import Report
 from coec.config.recovery import Recovery
 from coec.devices import choose_device, computed_by
 from coec.errors import ModelError, OptionError, check_installed
-from coec.checkpoint.folder import check_space, partial_of
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict
 from coec.models.folder import REPORT
 from coec.models.surgery import cast, stacked, unstacked
-from coec.checkpoint.report import Report
 from coec.recovery import plan
 from coec.recovery.text import read_windows
 

@@ -21,11 +21,12 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from coec.allocation.kept import KEPT
 from coec.calibration.tokens import load_tokenizer
+from coec.checkpoint.folder import STATES, WORK
+from coec.checkpoint.journal import Journal
+from coec.config.settings import nth_seed
 from coec.devices import environment
 from coec.errors import NumericalError
 from coec.events import RESUMING, Progress, record
-from coec.checkpoint.journal import Journal
-from coec.checkpoint.folder import STATES, WORK
 from coec.models.files import INDEX, JsonDict, write_tensors
 from coec.models.folder import CONFIG, carry_files
 from coec.recovery import text as texts
@@ -40,7 +41,6 @@ from coec.recovery.distillation import (
 from coec.recovery.job import Job
 from coec.recovery.plan import KEPT_STATES, shards
 from coec.recovery.text import Examples
-from coec.config.settings import nth_seed
 from coec.streams.self_text import sample_from_model, windows_that_fit
 
 _T = TypeVar("_T")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from coec.errors import NumericalError
 from coec.selection.elimination import obs
-from coec.settings.parts import check_sparsity
 from coec.types import Gram, KeptSet
 
 Score = Callable[..., Tensor]
@@ -124,7 +123,6 @@ def kept_count(units: int, sparsity: float) -> int:
 
     Binary arithmetic makes ⌈(1 − 0.7) · 10⌉ = 4; it is 3.
     """
-    check_sparsity(sparsity)
     # repr gives the shortest decimal number of the float, which is the one that was written.
     return max(1, math.ceil((1 - Fraction(repr(float(sparsity)))) * units))
 

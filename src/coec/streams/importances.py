@@ -2,9 +2,9 @@
 
 Widths that differ by block depend on all blocks at once, so that a block's statistics are measured
 twice, and those of one block alone are in memory. The same relative error matters a hundred times
-more at one site than at another, and nothing in a site's own statistics says where: the KL divergence
-of the pruned model from the dense one is distributed over the sites, by its derivatives on the way
-there (METHODS §10).
+more at one site than at another, and nothing in a site's own statistics says where. So the KL
+divergence of the pruned model from the dense one is distributed over the sites, by its derivatives
+on the way there (METHODS §10).
 """
 
 import functools
@@ -34,7 +34,6 @@ from coec.solve import naming, solve_site
 from coec.streams.head import Head
 from coec.streams.layers import Layers, State
 from coec.streams.streams import BlockSums, Streams
-from coec.types import KeptSet
 
 _LEAST = 1e-4
 """Lower bound on the cost of pruning a site, as a share of the mean. If pruning costs nothing that
@@ -44,8 +43,6 @@ _RULE = {0.5: 2 / 3, 1.0: 1 / 6}
 they are taken: Simpson's rule, as they are 0 at the start."""
 _Parameters = tuple[Tensor, Tensor | None]
 """Weight and bias of a consumer."""
-
-
 
 
 def importances(
@@ -113,9 +110,7 @@ def _in_dense_shape(cut: Cut, tensors: Mapping[str, Tensor]) -> "_Parameters":
     return weight, bias
 
 
-def _scaled(
-    curves: dict[str, Tensor], costs: dict[str, float], plan: Plan
-) -> dict[str, Tensor]:
+def _scaled(curves: dict[str, Tensor], costs: dict[str, float], plan: Plan) -> dict[str, Tensor]:
     """Return the curves, each of the height measured at the uniform width, per parameter."""
     measured_costs = {key: cost for key, cost in costs.items() if key in curves}
     # A difference of few tokens may be negative; if none costs anything, all heights are alike.

@@ -165,7 +165,9 @@ class Streams:
             self._pruned_states = dict(zip(self._ids, states, strict=True))
 
     @torch.no_grad()
-    def measure(self, block: BlockLayout, to: int = 0) -> tuple[dict[str, Tensor], BlockSums | None]:
+    def measure(
+        self, block: BlockLayout, to: int = 0
+    ) -> tuple[dict[str, Tensor], BlockSums | None]:
         """Return a block's stored tensors, and its sums on one process; pass it."""
         self._catch_up(block.index)
         tensors, layer = self._load(block), self._layers.modules[block.index]
@@ -245,9 +247,7 @@ class Streams:
             hook.remove()
 
     @torch.no_grad()
-    def advance_site(
-        self, block: BlockLayout, number: int, written: Mapping[str, Tensor]
-    ) -> None:
+    def advance_site(self, block: BlockLayout, number: int, written: Mapping[str, Tensor]) -> None:
         """Run the pruned model through a site of an open block, with the tensors so far."""
         assert self._pruned_layers is not None
         layers, site = self._pruned_layers, block.sites[number]
@@ -348,7 +348,8 @@ class Streams:
             return list(torch.cat(means).cpu().split([len(batch) for batch in means]))
 
         floor, mean = parallel.lead(
-            _weights_of, [batch for part in parallel.gathered(map(squares, self._fit)) for batch in part]
+            _weights_of,
+            [batch for part in parallel.gathered(map(squares, self._fit)) for batch in part],
         )
         arriving = self._arriving(targets, [*targets])
         self._weights = {

@@ -7,7 +7,6 @@ is its choice whether windows begin with the tokenizer's start.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
