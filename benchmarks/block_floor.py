@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 import coec.devices
 import coec.linalg.decompose
-import coec.streaming.layers
+import coec.streams.layers
 import coec.streaming.two_streams
 import coec.types
 from benchmarks import record, two_blocks
@@ -144,7 +144,7 @@ def as_on_a_gpu(count: Count, tokens_at_once: int) -> Iterator[None]:
             (coec.types, "widens", widens),
             (coec.types, "summed_products", summed_products),
             (coec.streaming.two_streams, "summed_products", summed_products),
-            (coec.streaming.layers, "TOKENS_PER_BATCH", tokens_at_once),
+            (coec.streams.layers, "TOKENS_PER_BATCH", tokens_at_once),
         ):
             stack.enter_context(mock.patch.object(module, name, other))
         yield

@@ -30,7 +30,7 @@ VOCABULARY, LENGTH, SAMPLES = 4096, 256, 16
 
 RUN = """
 import json, sys
-import coec.cli.commands, coec.pipeline.prune, coec, torch
+import coec.cli.commands, coec.pruning, coec, torch
 from coec.devices import peak
 coec.prune(sys.argv[1], sys.argv[2], **json.loads(sys.argv[3]))
 print(peak(torch.device("cpu")))

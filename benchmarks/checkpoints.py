@@ -22,7 +22,7 @@ import torch
 import coec
 from benchmarks import record
 from benchmarks.instances import SHARED
-from coec.calibration.windows import Windows
+from coec.text.windows import Windows
 from coec.evaluation.perplexity import evaluation_windows
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime

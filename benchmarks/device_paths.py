@@ -16,7 +16,7 @@ from benchmarks import elimination, operations, record
 from benchmarks.instances import Instance, synthetic
 from benchmarks.operations import MODELS, Site
 from coec.devices import choose_solve_dtype, double_rate
-from coec.selection.elimination import removal_path
+from coec.methods.elimination import removal_path
 from coec.types import Gram, GramSum, KeptSet
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from benchmarks import operations, record
 from benchmarks.meter import Counter
 from benchmarks.operations import Site
 from coec.linalg.spd import regularized_inverse
-from coec.selection.elimination import PANEL, removal_path
+from coec.methods.elimination import PANEL, removal_path
 
-INVERSE = "coec.selection.elimination.regularized_inverse"
+INVERSE = "coec.methods.elimination.regularized_inverse"
 RANK = 4096
 """Of the synthetic Gram before white noise is added to it."""
 

@@ -23,8 +23,8 @@ from torch import Tensor
 import coec
 from benchmarks import record
 from benchmarks.instances import SHARED, TRAINED
-from coec.calibration.tokens import load_tokenizer, read_stream
-from coec.calibration.windows import sample_windows
+from coec.text.tokens import load_tokenizer, read_stream
+from coec.text.windows import sample_windows
 
 QWEN = "qwen2.5-0.5b"
 QWEN_LAYERS = 24

@@ -33,7 +33,7 @@ from coec.evaluation.efficiency import Rates
 from coec.evaluation.settings import Workload
 from coec.models.description import Description
 from coec.planning import Plan
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 
 HIDDEN, LAYERS, GROUP, HEAD_DIM, VOCABULARY = 768, 12, 2, 64, 32_000
 K_QUANTS = "Q4_K_M"

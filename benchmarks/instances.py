@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.operations import Site
-from coec.compensation.frame import Frame, RotationTarget
-from coec.compensation.objective import OutputProblem, kept_columns
+from coec.methods.frame import Frame, RotationTarget
+from coec.methods.objective import OutputProblem, kept_columns
 from coec.linalg.right import RightProblem
 from coec.linalg.spd import root
 from coec.settings import CoecOptions
@@ -99,13 +99,13 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
 
     Statistics of 64 windows of 256 tokens of the model's own calibration text; selection `rcpu`.
     """
-    from coec.calibration.tokens import load_tokenizer, read_stream
-    from coec.calibration.windows import sample_windows
+    from coec.text.tokens import load_tokenizer, read_stream
+    from coec.text.windows import sample_windows
     from coec.models.dense import Dense
     from coec.models.surgery import value_rows
     from coec.planning import Plan
-    from coec.planning.recipe import Recipe
-    from coec.selection import keep_highest, unit_scores
+    from coec.config.recipe import Recipe
+    from coec.methods.selection import keep_highest, unit_scores
     from coec.streaming.dense_stream import DenseStream
 
     folder = shared / "models" / model

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import operations, record
-from coec.compensation.descent import Descent
-from coec.compensation.frame import Frame, RotationTarget
-from coec.compensation.objective import OutputProblem
+from coec.methods.descent import Descent
+from coec.methods.frame import Frame, RotationTarget
+from coec.methods.objective import OutputProblem
 from coec.linalg.conjugate import rounded_products
 
 PHASES = {

@@ -85,8 +85,8 @@ def _code() -> Any:
 def _windows(model: Path, windows: Any) -> Tensor:
     """Draw the calibration windows that `coec.prune` would."""
     from coec.models.dense import Dense
-    from coec.planning.recipe import Recipe
-    from coec.streaming.windows import window_maker
+    from coec.config.recipe import Recipe
+    from coec.streams.windows import window_maker
 
     recipe = Recipe(preset="paper", **windows)
     make = window_maker(Dense.open(model), recipe.calibration, recipe.runtime, None)

@@ -19,7 +19,7 @@ import coec
 from benchmarks import record
 from benchmarks.checkpoints import FILES, SAMPLES, SEQ_LEN, TEXTS, evaluated_on, note
 from benchmarks.instances import SHARED
-from coec.calibration.windows import Windows
+from coec.text.windows import Windows
 from coec.errors import CoecError
 from coec.models.dense import Dense
 

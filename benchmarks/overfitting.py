@@ -18,7 +18,7 @@ import coec
 from benchmarks import record
 from benchmarks.checkpoints import FILES, SAMPLES, SEQ_LEN, SPARSITY, STORIES, TEXTS, WIKI
 from benchmarks.instances import SHARED
-from coec.calibration.windows import Windows, split_windows
+from coec.text.windows import Windows, split_windows
 from coec.evaluation.perplexity import evaluation_windows
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime

@@ -152,7 +152,7 @@ def moving(work: Path, device: str, scale: float, samples: int) -> dict[str, flo
             room = 0.0 if run == "on the host" else 0.8
             with (
                 mock.patch("coec.planning.run._ROOM_FOR_STATES", room),
-                mock.patch("coec.streaming.layers.NUMBERS_PER_BATCH", 2**23),  # many batches
+                mock.patch("coec.streams.layers.NUMBERS_PER_BATCH", 2**23),  # many batches
                 mock.patch.object(worker_group, "TwoStreams", wraps=TwoStreams) as made_streams,
                 sdpa_kernel(SDPBackend.MATH),  # the others' derivatives differ from run to run
             ):

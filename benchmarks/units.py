@@ -85,10 +85,10 @@ def measured(sparsities: list[float], repeats: int) -> list[dict[str, Any]]:
 
     from benchmarks.gguf_speed import Runner, paired, random_model, written
     from coec.errors import OptionError
-    from coec.models.depth import without_blocks
+    from coec.models.fewer_blocks import without_blocks
     from coec.models.description import Description
     from coec.planning import Plan
-    from coec.planning.recipe import Recipe
+    from coec.config.recipe import Recipe
 
     silent: Any = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from coec.compensation.coec import coec
+from coec.methods.coec import coec
 from coec.linalg.alignment import Alignment
 from coec.settings import CoecOptions
 from coec.types import Gram, KeptSet, SiteProblem

@@ -17,7 +17,7 @@ from coec.execution import output as output_module
 from coec.models.matching import RawCheckpoint
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from coec.streaming import passes as measure
 from outcomes import WORK, one_line, raising
 

@@ -9,10 +9,10 @@ import pytest
 
 import coec
 from coec.cli.commands import app
-from coec.compensation import COMPENSATIONS
+from coec.methods import COMPENSATIONS
 from coec.models.architectures import ARCHITECTURES
-from coec.planning.recipe import Recipe
-from coec.selection import SELECTIONS
+from coec.config.recipe import Recipe
+from coec.methods.selection import SELECTIONS
 from coec.settings import OPTIONS, TABLE
 from tools import tables
 

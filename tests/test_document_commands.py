@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.calibration import sources
+from coec.text import sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (

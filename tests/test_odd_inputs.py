@@ -15,7 +15,7 @@ import torch
 import coec
 import tiny_models as tm
 from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 
 
 @pytest.fixture

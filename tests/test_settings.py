@@ -16,11 +16,11 @@ import pytest
 import coec as package
 import tiny_models as tm
 from coec import settings
-from coec.compensation import COMPENSATIONS
+from coec.methods import COMPENSATIONS
 from coec.devices import DTYPES
 from coec.errors import OptionError
-from coec.planning.recipe import Recipe, read_settings
-from coec.selection import SELECTIONS
+from coec.config.recipe import Recipe, read_settings
+from coec.methods.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
 from coec.settings import typed as typed_settings
 from coec.settings.options import COMPENSATION_OPTIONS
@@ -43,7 +43,7 @@ import inspect, json, sys
 from coec.settings import NAMES, OPTIONS
 before = "torch" in sys.modules
 from coec.cli.prune import prune_command
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from tools import tables
 recipe = Recipe(preset="paper", extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters
@@ -173,8 +173,8 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 
 def test_a_record_lists_what_determines_the_result():
     assert Recipe(device="cpu", trust_remote_code=True).record().keys() == {
-        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
-        "budget_memory", "context", "drop_blocks",
+        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget",
+        "budget", "context", "drop_blocks",
         "expert_sparsity", "attention_units", "multiple_of", "tensor_parallel", "allocation",
         "non_uniform", "selection", "kept",
         "compensation", "options", "propagate", "reconstruct", "reconstruct_rate",
@@ -229,7 +229,7 @@ BESIDE = {
 
 @pytest.mark.parametrize(("name", "value"), BESIDE.items())
 def test_any_setting_stands_beside_a_preset_wherever_it_is_named(name, value, tmp_path):
-    recipe = Recipe(preset="best", **{name: value})
+    recipe = Recipe(preset="balanced", **{name: value})
     record = recipe.record()
     assert (record["options"] | record)[name] == value
     if name not in ("reconstruct", "compensation"):  # which make others of the preset idle
@@ -268,8 +268,8 @@ def test_an_option_of_a_users_method_may_be_called_alike():
 @pytest.mark.parametrize("preset", ["fast", "best"])
 def test_widths_by_block_follow_the_error_unless_something_else_is_said(preset):
     assert Recipe(preset=preset).pruning.allocation == "uniform"
-    assert Recipe(preset=preset, non_uniform=True).pruning.allocation == "error"
-    chosen = Recipe(preset=preset, non_uniform=True, allocation="adaptive")
+    assert Recipe(preset=preset, by_block=True).pruning.allocation == "error"
+    chosen = Recipe(preset=preset, by_block=True)
     assert chosen.pruning.allocation == "adaptive"
 
 
@@ -314,14 +314,14 @@ def test_an_option_of_another_compensation_is_answered_with_what_to_add(given, s
 def test_what_has_no_windows_to_validate_or_to_choose_by_is_left_out():
     assert Recipe(samples=1).calibration.holdout == 0
     assert Recipe(samples=2).calibration.holdout == 0.125
-    assert Recipe(preset="best", holdout=0).reconstruction.kv_groups == "uniform"
+    assert Recipe(preset="balanced", holdout=0).reconstruction.kv_groups == "uniform"
 
 
-@pytest.mark.parametrize("beside", [{}, {"sparsity": 0.5}, {"preset": "best"}, {"options": {}}])
+@pytest.mark.parametrize("beside", [{}, {"sparsity": 0.5}, {"preset": "balanced"}, {"options": {}}])
 def test_a_recipe_takes_settings_by_name_or_all_its_parts(beside):
     with pytest.raises(OptionError, match="by name .*, or all of its parts and nothing besides"):
         Recipe(runtime=Runtime(device="cpu"), **beside)
     with pytest.raises(OptionError, match="unknown setting 'pruning'"):
         Recipe(pruning=0.5)
-    recipe = Recipe(preset="best", alpha=0.5, compensation="coec")
+    recipe = Recipe(preset="balanced", alpha=0.5, compensation="coec")
     assert dataclasses.replace(recipe, runtime=Runtime(device="cpu")).pruning == recipe.pruning

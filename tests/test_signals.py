@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from coec.cli.signals import END_SIGNALS, end_tidily
-from coec.execution.journal import journal
+from coec.checkpoint.journal import journal
 
 
 @pytest.mark.usefixtures("handlers")

@@ -12,10 +12,10 @@ from coec.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from coec.checkpoint.report import Report
-    from coec.compensation import Method, compensate
     from coec.config.recipe import Recipe
     from coec.evaluation.perplexity import perplexity
     from coec.exporting.export import Export, export
+    from coec.methods import Method, compensate
     from coec.planning.plan import Plan
     from coec.pruning import plan, prune
     from coec.recovery import recover
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "coec.checkpoint.report": ("Report",),
-    "coec.compensation": ("Method", "compensate"),
+    "coec.methods": ("Method", "compensate"),
     "coec.config.recipe": ("Recipe",),
     "coec.evaluation.perplexity": ("perplexity",),
     "coec.exporting.export": ("Export", "export"),

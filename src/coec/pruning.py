@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from coec import parallel
-from coec.allocation.kept import KeptUnits
 from coec.checkpoint.checkpoint import Checkpoint
 from coec.checkpoint.folder import check_output, path_of
 from coec.checkpoint.journal import unfinished
@@ -16,11 +15,11 @@ from coec.devices import versions
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.description import Description
+from coec.planning.kept import KeptUnits
 from coec.planning.memory import placed
 from coec.planning.plan import Plan
 from coec.solve import solve
-from coec.streams.depth import choose_blocks
-from coec.streams.importances import importances
+from coec.streams.importances import choose_blocks, importances
 from coec.streams.streams import Streams
 from coec.streams.windows import CalibrationText
 

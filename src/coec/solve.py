@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from coec import parallel
-from coec.compensation import compensate, relative_errors
-from coec.compensation.objective import above, kept_columns
 from coec.config.recipe import Recipe
 from coec.config.settings import nth_seed
 from coec.devices import hand_back
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
-from coec.models.files import JsonDict
-from coec.models.layout import BlockLayout, Site
-from coec.models.surgery import Cut, cast, cut_block, value_rows, without_experts
-from coec.planning.plan import Plan
-from coec.reconstruction.block_training import Example, Training, relative_error, train_block
-from coec.selection import (
+from coec.methods import compensate, relative_errors
+from coec.methods.block_training import Example, Training, relative_error, train_block
+from coec.methods.objective import above, kept_columns
+from coec.methods.selection import (
     SELECTIONS,
     column_scores,
     expert_scores,
     keep_highest,
     unit_scores,
 )
+from coec.models.files import JsonDict
+from coec.models.layout import BlockLayout, Site
+from coec.models.surgery import Cut, cast, cut_block, value_rows, without_experts
+from coec.planning.plan import Plan
 from coec.streams.streams import BlockSums, ConsumerSums, Streams
 from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.allocation.by_importance import by_importance
-from coec.allocation.uniform import uniform
-from coec.allocation.widths import Rounding, Widths, parameters
+from coec.planning.by_importance import by_importance
+from coec.planning.widths import uniform
+from coec.planning.widths import Rounding, Widths, parameters
 from coec.models.description import Description
 from coec.settings import Pruning
 

@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec.allocation.kept import KEPT, KeptUnits
+from coec.planning.kept import KEPT, KeptUnits
 from coec.errors import OptionError, UnfinishedError
 from coec.pipeline import solve as solving
 from coec.planning import Plan
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from prunings import interrupt
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
-BRIEF = {"preset": "best", "reconstruct": 1, "prediction_passes": 1}
+BRIEF = {"preset": "balanced", "reconstruct": 1, "prediction_passes": 1}
 UNITS = {"attention": [0, 2, 3], "mlp": [*range(3, 30)]}
 
 

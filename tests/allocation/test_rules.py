@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import problems
-from coec.allocation.rules import error_saved, standardised
-from coec.selection.elimination import DAMPING, RIDGE, removal_path
+from coec.planning.by_importance import error_saved, standardised
+from coec.methods.elimination import DAMPING, RIDGE, removal_path
 from coec.types import Gram
 
 

@@ -11,8 +11,8 @@ from coec.models.description import Description
 from coec.models.formats import stand_in
 from coec.models.layout import QUANTISED_COLUMNS
 from coec.planning import Plan
-from coec.planning.recipe import Recipe
-from coec.selection import kept_count
+from coec.config.recipe import Recipe
+from coec.methods.selection import kept_count
 from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B
 
 
@@ -75,7 +75,7 @@ def test_widths_that_somebody_names_may_divide_over_fewer_gpus():
     ("size", "bytes_"), [("14GB", 14e9), ("13.5 gib", 13.5 * 2**30), ("15000mb", 15e9)]
 )
 def test_a_budget_of_memory_holds_weights_and_keys_and_values(size, bytes_):
-    settings = {"budget_memory": size, "context": 10_000, "attention_sparsity": 0, "multiple_of": 1}
+    settings = {"budget": size, "context": 10_000, "attention_sparsity": 0, "multiple_of": 1}
     cache = 2 * 32 * 8 * 128 * 10_000
     found = plan(LLAMA_8B, **settings)
     assert 0.999 * bytes_ < 2 * (found.parameters_after + cache) <= bytes_
@@ -104,7 +104,7 @@ def test_what_attention_loses_may_be_left_to_the_model(heads, kv_heads, sparsity
     )
 
 
-@pytest.mark.parametrize("settings", [{"sparsity": 0.5}, {"budget_parameters": 0.97}])
+@pytest.mark.parametrize("settings", [{"sparsity": 0.5}, {"budget": 0.97}])
 def test_heads_are_taken_only_where_they_serve_better(settings):
     """Half of eight groups divide as eight do; of 3 % of the parameters nothing is attention's."""
     found = plan(LLAMA_8B, attention_units="auto", preset="fast", **settings)
@@ -128,7 +128,7 @@ def test_groups_that_gpus_need_cost_no_channels():
 
 
 def test_notes_under_a_budget_are_of_what_it_came_to():
-    found = plan(LLAMA_8B, preset="fast", budget_parameters=0.97)
+    found = plan(LLAMA_8B, preset="fast", budget=0.97)
     assert found.sparsity < 0.06
     assert any(n.startswith("nothing is removed at attention: 0.05") for n in found.notes)
     assert not any("rounds 10,036" in n for n in found.notes)  # what 0.3 would keep

@@ -6,7 +6,7 @@ import pytest
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokens import load_tokenizer, read_stream
+from coec.text.tokens import load_tokenizer, read_stream
 from coec.errors import CalibrationError
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"

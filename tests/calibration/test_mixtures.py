@@ -5,13 +5,13 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.calibration.sources import mixture
-from coec.calibration.windows import by_source, source_digest
+from coec.text.sources import mixture
+from coec.text.windows import by_source, source_digest
 from coec.errors import CalibrationError
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
 from coec.settings.fields import nth_seed
-from coec.streaming.windows import check_calibrations, window_maker
+from coec.streams.windows import check_calibrations, window_maker
 from outcomes import one_line, succeeded
 
 CPU = (torch.device("cpu"), torch.float64, None)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from coec.calibration import sources
-from coec.calibration.sources import read_parts
+from coec.text import sources
+from coec.text.sources import read_parts
 from coec.errors import CalibrationError
 from outcomes import one_line
 

@@ -7,9 +7,9 @@ import torch
 
 import coec
 import problems
-from coec.compensation import frame as module
-from coec.compensation.frame import Anchor, Frame, RotationTarget
-from coec.compensation.objective import OutputProblem
+from coec.methods import frame as module
+from coec.methods.frame import Anchor, Frame, RotationTarget
+from coec.methods.objective import OutputProblem
 from coec.errors import OptionError
 from coec.linalg.decompose import svd
 from coec.settings import CoecOptions

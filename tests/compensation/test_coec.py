@@ -9,11 +9,11 @@ import torch
 import coec
 import oracles
 import problems
-from coec.compensation import descent as descent_module
-from coec.compensation import frame as frame_module
-from coec.compensation.coec import coec as method
-from coec.compensation.frame import Frame
-from coec.compensation.objective import OutputProblem
+from coec.methods import descent as descent_module
+from coec.methods import frame as frame_module
+from coec.methods.coec import coec as method
+from coec.methods.frame import Frame
+from coec.methods.objective import OutputProblem
 from coec.errors import NumericalError
 from coec.events import recording
 from coec.settings import CoecOptions
@@ -22,7 +22,7 @@ from outcomes import raising
 from problems import attention, case, descended, failing
 from tolerances import CLOSED_FORM
 
-coec_module = import_module("coec.compensation.coec")
+coec_module = import_module("coec.methods.coec")
 
 pytestmark = pytest.mark.unchecked  # whole solves
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 import coec
 import oracles
 import problems
-from coec.compensation import COMPENSATIONS
-from coec.compensation.objective import OutputProblem
+from coec.methods import COMPENSATIONS
+from coec.methods.objective import OutputProblem
 from coec.events import recording
 from coec.types import Gram, KeptSet
 from properties import holds

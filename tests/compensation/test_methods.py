@@ -8,9 +8,9 @@ import torch
 
 import coec
 import problems
-from coec.compensation import COMPENSATIONS
+from coec.methods import COMPENSATIONS
 from coec.errors import OptionError
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from coec.types import SiteResult
 from outcomes import one_line
 from problems import case

@@ -5,7 +5,7 @@ import torch
 
 import coec
 import problems
-from coec.compensation import COMPENSATIONS
+from coec.methods import COMPENSATIONS
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.linalg import conjugate as conjugate_module

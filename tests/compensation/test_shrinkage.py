@@ -7,8 +7,8 @@ import torch
 
 import coec
 import problems
-from coec.compensation import relative_errors
-from coec.compensation.shrinkage import best_share, drawn_back
+from coec.methods import relative_errors
+from coec.methods.shrinkage import best_share, drawn_back
 from coec.types import Gram, KeptSet, SiteResult
 
 D, K = 20, 14

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import coec
 import problems
-from coec.compensation import frame, relative_errors
-from coec.compensation import objective as objective_module
+from coec.methods import frame, relative_errors
+from coec.methods import objective as objective_module
 from coec.types import Gram, KeptSet, SiteResult
 from outcomes import raising
 

@@ -6,7 +6,7 @@ import torch
 import coec
 import oracles
 import problems
-from coec.compensation import COMPENSATIONS
+from coec.methods import COMPENSATIONS
 from coec.errors import NumericalError, OptionError
 from coec.types import Gram
 from tolerances import CLOSED_FORM, EXACT

@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 
 import coec
 import oracles
-from coec.compensation.frame import Frame, RotationTarget
-from coec.compensation.objective import OutputProblem, kept_columns
+from coec.methods.frame import Frame, RotationTarget
+from coec.methods.objective import OutputProblem, kept_columns
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import global_scale
-from coec.selection import SELECTIONS
+from coec.methods.selection import SELECTIONS
 from coec.settings import CoecOptions
 from coec.types import Gram, KeptSet
 from places import SHARED

@@ -55,7 +55,7 @@ class Toy(Settings):
         ({"samples": 2.5}, "samples"), ({"samples": None}, "samples"), ({"seed": 2**64}, "seed"),
         ({"ridge": "best"}, "ridge"), ({"train": 1}, "train"), ({"score": "best"}, "score"),
         ({"device": ""}, "device"), ({"device": Path("cpu")}, "device"),
-        ({"preset": "best"}, "preset"), ({"sparsty": 0.3}, "did you mean 'sparsity'"),
+        ({"preset": "balanced"}, "preset"), ({"sparsty": 0.3}, "did you mean 'sparsity'"),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_in_one_line_that_names_the_setting(values, name):
@@ -66,7 +66,7 @@ def test_a_bad_value_is_refused_in_one_line_that_names_the_setting(values, name)
 
 def test_a_message_says_what_must_hold_and_what_was_got():
     with pytest.raises(OptionError) as error:
-        Toy(ridge="best", preset="best")
+        Toy(ridge="best", preset="balanced")
     assert str(error.value) == "preset must be 'paper' or 'fast', got 'best'"
     with pytest.raises(OptionError) as error:
         Toy(ridge="best")

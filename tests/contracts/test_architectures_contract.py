@@ -16,14 +16,14 @@ from promises import (
 
 import coec
 import tiny_models as tm
-from coec.calibration.windows import Windows, split_windows
-from coec.compensation import COMPENSATIONS
+from coec.text.windows import Windows, split_windows
+from coec.methods import COMPENSATIONS
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.formats import LOADERS, TARGETS
 from coec.streaming.dense_stream import DenseStream
-from coec.streaming.layers import Layers
+from coec.streams.layers import Layers
 from prunings import CONTRACT
 
 pytestmark = pytest.mark.unchecked  # whole models
@@ -191,7 +191,7 @@ def test_every_preset_takes_query_heads(preset, non_uniform, models, tokens, tmp
     more |= {"prediction_passes": 1} if preset == "best" else {}
     coec.prune(
         models["llama"], tmp_path / "out", preset=preset, calibration=tokens, samples=24,
-        seq_len=32, non_uniform=non_uniform, budget_parameters=0.8, **more,
+        seq_len=32, non_uniform=non_uniform, budget=0.8, **more,
     )  # fmt: skip
     shape = Dense.open(tmp_path / "out").shape
     blocks = [shape.at(block) for block in range(shape.layers)]
@@ -365,12 +365,12 @@ def test_errors_do_not_propagate_through_parts_that_cannot_be_told_apart(variant
     [note] = [note for note in plan.notes if "for the dense model's inputs" in note]
     assert note.endswith(f"add {ARCHITECTURES[tm.VARIANTS[variant]['model_type']].adds}")
     assert plan.recipe.reconstruction.reconstruct
-    for asked in ({"preset": "best"}, {"preset": "balanced", "propagate": True}):
+    for asked in ({"preset": "balanced"}, {"preset": "balanced", "propagate": True}):
         with pytest.raises(
             OptionError, match=r"propagate needs blocks that .*: set propagate = false"
         ):
             coec.plan(models[variant], **settings | asked)
-    given = {"preset": "best", "propagate": False}
+    given = {"preset": "balanced", "propagate": False}
     assert coec.plan(models[variant], **settings | given).recipe.reconstruction.reconstruct
 
 

@@ -8,8 +8,8 @@ import torch
 
 import coec
 import problems
-from coec.compensation import COMPENSATIONS
-from coec.selection import SELECTIONS, column_scores
+from coec.methods import COMPENSATIONS
+from coec.methods.selection import SELECTIONS, column_scores
 from coec.types import Gram
 
 D, M, K = 9, 6, 6

@@ -90,4 +90,4 @@ def test_low_rank_additions_become_weights_of_other_families(
 
 
 def test_widths_by_block(pruned, tmp_path):
-    check(*pruned("llama tied", non_uniform=True, allocation="adaptive"), tmp_path / "out")
+    check(*pruned("llama tied", by_block=True), tmp_path / "out")

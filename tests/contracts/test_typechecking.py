@@ -10,7 +10,7 @@ from jaxtyping import Float, TypeCheckError
 from torch import Tensor
 
 import typechecker
-from coec.compensation.objective import kept_columns
+from coec.methods.objective import kept_columns
 from coec.types import Convergence
 
 

@@ -73,7 +73,7 @@ def test_what_cannot_be_loaded_is_refused(run, dense, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(ModelError, match="transformers does not load"):
         measure(tmp_path, None, via="transformers")
-    own = {"calibration": IDS.reshape(4, 16), "preset": "fast", "non_uniform": True}
+    own = {"calibration": IDS.reshape(4, 16), "preset": "fast", "by_block": True}
     coec.prune(dense, tmp_path / "own", samples=4, seq_len=16, **own)
     with pytest.raises(ModelError, match="code of its own builds it: trust_remote_code=True"):
         measure(tmp_path / "own", None, via="transformers")

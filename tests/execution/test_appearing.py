@@ -3,7 +3,7 @@
 import pytest
 
 from coec.errors import OutputError
-from coec.execution.output import JOURNAL, LOCK, NEW, appearing, check_file
+from coec.checkpoint.folder import JOURNAL, LOCK, NEW, appearing, check_file
 
 KIND = b"GGUF"
 

@@ -18,8 +18,8 @@ import tiny_models as tm
 from coec.errors import ModelError, OutputError
 from coec.events import recording
 from coec.execution import output as module
-from coec.execution.journal import journal
-from coec.execution.output import JOURNAL, LOCK, check_output, check_space, claimed
+from coec.checkpoint.journal import journal
+from coec.checkpoint.folder import JOURNAL, LOCK, check_output, check_space, claimed
 from coec.models.folder import carry_files, foreign_entry
 from outcomes import WORK, one_line, raising
 
@@ -149,7 +149,7 @@ def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path):
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from coec.execution.journal import journal
+from coec.checkpoint.journal import journal
 from coec.execution import output
 with journal(Path(sys.argv[1]), {}, force=True) as done:
     output.rename = lambda one, to: (os.rename(one, to), os.kill(os.getpid(), signal.SIGKILL))

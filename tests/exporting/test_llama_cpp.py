@@ -121,7 +121,7 @@ def test_widths_by_block_compute_the_same(variant, compensation, tokens, tmp_pat
     dense = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     coec.prune(
         dense, tmp_path / "out", calibration=tokens, compensation=compensation,
-        kept=OWN_WIDTHS, non_uniform=True, **SETTINGS,
+        kept=OWN_WIDTHS, by_block=True, **SETTINGS,
     )  # fmt: skip
     compare_tiny(tmp_path / "out", tmp_path / "out.gguf")
     assert b"deci.attention.head_count" in (tmp_path / "out.gguf").read_bytes()
@@ -137,7 +137,7 @@ def test_files_of_fewer_bits_are_near(dtype, tmp_path):
 
 @pytest.mark.parametrize(
     "kept",
-    [{"multiple_of": "256"}, {"allocation": "error", "multiple_of": "256", "non_uniform": True}],
+    [{"multiple_of": "256"}, {"allocation": "error", "multiple_of": "256", "by_block": True}],
 )
 def test_its_own_program_quantises_what_was_pruned(kept, tokens, tmp_path):
     from benchmarks.gguf_speed import K_QUANTS, written  # imports llama_cpp

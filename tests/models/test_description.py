@@ -16,7 +16,7 @@ from coec.models.description import Description
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Shape
 from coec.planning import Plan
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 
 
 def test_a_tied_head_is_no_tensor_of_its_own():

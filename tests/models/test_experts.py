@@ -14,7 +14,7 @@ from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.surgery import routed_inputs, unstacked, without_experts
 from coec.planning import Plan
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from coec.types import KeptSet
 
 EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]

@@ -170,7 +170,7 @@ def test_a_budget_of_memory_counts_what_is_around(kind, models, tokens, tmp_path
     whole = (models[kind] / "model.safetensors").stat().st_size
     allowed = f"{0.85 * whole / 1000:.0f}kB"
     settings = SETTINGS | {"calibration": tokens, "attention_sparsity": 0, "compensation": "none"}
-    settings |= {"dtype": "float32", "context": 1, "budget_memory": allowed}
+    settings |= {"dtype": "float32", "context": 1, "budget": allowed}
     settings.pop("sparsity")
     coec.prune(models[kind], tmp_path / "out", **settings)
     tensors = load_file(tmp_path / "out/model.safetensors").values()
@@ -223,7 +223,7 @@ def test_what_cannot_be_is_refused(models, tokens, tmp_path):
     with pytest.raises(OptionError, match="VL.* cannot hold a language model .* set attention_sp"):
         coec.prune(models["qwen2_5_vl"], tmp_path / "out", **settings)
     with pytest.raises(OptionError, match="non_uniform is not built .* inside others"):
-        coec.prune(models["llava"], tmp_path / "out", **settings, non_uniform=True)
+        coec.prune(models["llava"], tmp_path / "out", **settings, by_block=True)
     coec.prune(models["llava"], tmp_path / "out", **settings)
     with pytest.raises(OptionError, match="trains models of language alone, and .* inside Llava"):
         coec.recover(models["llava"], tmp_path / "out", tmp_path / "trained", text=tokens)

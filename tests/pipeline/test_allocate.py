@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokens import load_tokenizer
+from coec.text.tokens import load_tokenizer
 from coec.errors import CoecError, ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
@@ -53,7 +53,7 @@ def test_the_code_beside_the_weights_computes_what_the_package_does(
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     sites = {site.key for site in Dense.open(model).layout.sites}  # OLMo 2 has no attention there
     own = {key: units for key, units in OWN.items() if key in sites}
-    report = prune(model=model, kept=own, non_uniform=True)
+    report = prune(model=model, kept=own, by_block=True)
     assert widths(report) == ([4, 20], [3, 1] if own == OWN else 4)
     assert report.plan["loads_in"]["transformers"] == "with trust_remote_code=True"
     loaded = tm.load(tmp_path / "out", torch.float64, trust_remote_code=True)
@@ -68,11 +68,11 @@ def test_the_code_beside_the_weights_computes_what_the_package_does(
 def test_experts_have_one_width(variant, prune, tmp_path):
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     with pytest.raises(OptionError, match="non_uniform is not built for models of experts"):
-        prune(model=model, non_uniform=True)
+        prune(model=model, by_block=True)
 
 
 def test_without_trust_nothing_is_loaded_by_mistake(prune, tmp_path):
-    prune(kept=OWN, non_uniform=True)
+    prune(kept=OWN, by_block=True)
     for auto in (AutoModelForCausalLM, AutoModel):
         with pytest.raises(ValueError, match="trust_remote_code=True"):
             auto.from_pretrained(tmp_path / "out", trust_remote_code=False)
@@ -88,7 +88,7 @@ def test_without_trust_nothing_is_loaded_by_mistake(prune, tmp_path):
 )
 def test_as_many_parameters_stay_as_with_uniform_widths(allocation, more, prune):
     plain = prune("plain", **more)
-    own = prune("own", allocation=allocation, non_uniform=True, **more)
+    own = prune("own", allocation=allocation, by_block=True, **more)
     before, after = (r.plan["parameters"]["after"] for r in (plain, own))
     assert before - 8 * 3 * 32 < after <= before
     mlp, groups = widths(own)
@@ -103,7 +103,7 @@ def test_dead_channels_are_not_what_a_block_is_measured_by(allocation, dense, pr
     """Two more than go with uniform widths are without weight: the block keeps all the others."""
     name, model = "model.layers.0.mlp.down_proj.weight", shutil.copytree(dense, tmp_path / "dense")
     tm.edit_weights(model, lambda weights: weights[name][:, :14].zero_())
-    report = prune(model=model, allocation=allocation, non_uniform=True)
+    report = prune(model=model, allocation=allocation, by_block=True)
     assert widths(report)[0][0] in (range(20, 31) if allocation == "adaptive" else [26])
 
 
@@ -115,12 +115,12 @@ def test_units_of_some_sites_do_not_let_others_lose_what_nobody_asked_for(
     changes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = tm.save(tm.tiny("llama", torch.float32, **changes), tmp_path / "dense")
     own = {"layers.0.attention": [0]}
-    report = prune(model=model, allocation=allocation, non_uniform=True, kept=own)
+    report = prune(model=model, allocation=allocation, by_block=True, kept=own)
     assert widths(report)[1] == [1, 2]
 
 
 def test_heights_that_are_no_costs_leave_the_shapes(dense):
-    plan = coec.plan(dense, allocation="error", non_uniform=True)
+    plan = coec.plan(dense, by_block=True)
     curves = {s.key: torch.tensor([torch.inf, 2.0, 1.0]).double() for s in plan.model.layout.sites}
     for cost in (0.0, -1.0):
         found = allocating._scaled(curves, dict.fromkeys(curves, cost), plan)
@@ -128,15 +128,15 @@ def test_heights_that_are_no_costs_leave_the_shapes(dense):
 
 
 def test_units_of_every_site_leave_nothing_to_allocate(prune, monkeypatch):
-    monkeypatch.setattr("coec.pipeline.prune.measure_importances", None)  # is not called
-    report = prune(allocation="error", non_uniform=True, kept=OWN)
+    monkeypatch.setattr("coec.pruning.measure_importances", None)  # is not called
+    report = prune(by_block=True, kept=OWN)
     assert "allocation" in report.plan["notes"][0]
 
 
 def test_own_kept_units_of_own_widths_give_the_same_weights(prune, tmp_path):
-    first = prune("first", allocation="error", non_uniform=True)
+    first = prune("first", by_block=True)
     assert isinstance(widths(first)[0], list)
-    prune("again", kept=tmp_path / "first", non_uniform=True)
+    prune("again", kept=tmp_path / "first", by_block=True)
     assert tm.same_weights(tmp_path / "first", tmp_path / "again")
 
 
@@ -147,8 +147,8 @@ def test_equal_widths_are_written_in_a_stock_format(dense, prune, tmp_path, monk
         return {site.key: torch.linspace(1, 0, even[site.name]).double()
                 for site in dense.layout.sites}  # fmt: skip
 
-    monkeypatch.setattr("coec.pipeline.prune.measure_importances", same)
-    report = prune(sparsity=0.5, allocation="error", non_uniform=True)
+    monkeypatch.setattr("coec.pruning.measure_importances", same)
+    report = prune(sparsity=0.5, by_block=True)
     assert widths(report) == (20, 2)
     assert report.plan["code"] is None
     tm.load(tmp_path / "out")
@@ -169,9 +169,9 @@ def test_no_widths_are_refused_once_work_has_begun(variant, groups, prune, tmp_p
             worth[site.key] = values
         return worth
 
-    monkeypatch.setattr("coec.pipeline.prune.measure_importances", found)
+    monkeypatch.setattr("coec.pruning.measure_importances", found)
     model = tm.save(tm.tiny(variant, torch.float32, hidden_size=40), tmp_path / "dense")
-    report = prune(model=model, sparsity=0.5, allocation="error", non_uniform=True)
+    report = prune(model=model, sparsity=0.5, by_block=True)
     assert widths(report)[1] == groups
     Dense.open(tmp_path / "out").network(CPU, torch.float32)
 
@@ -181,7 +181,7 @@ def test_no_widths_are_refused_once_work_has_begun(variant, groups, prune, tmp_p
 )
 def test_presets_take_it(preset, few, dense, tokens, tmp_path):
     report = coec.prune(
-        dense, tmp_path / "out", preset=preset, allocation="error", non_uniform=True,
+        dense, tmp_path / "out", preset=preset, by_block=True,
         calibration=tokens, samples=12, seq_len=32, **few,
     )  # fmt: skip
     assert report.seconds["allocating"] > 0
@@ -191,8 +191,8 @@ def test_presets_take_it(preset, few, dense, tokens, tmp_path):
 
 
 def test_a_model_of_own_widths_is_pruned_again_and_its_code_replaced(prune, tmp_path):
-    prune(kept=OWN, non_uniform=True)
-    report = prune("less", model=tmp_path / "out", sparsity=0.5, non_uniform=True)
+    prune(kept=OWN, by_block=True)
+    report = prune("less", model=tmp_path / "out", sparsity=0.5, by_block=True)
     assert report.plan["widths"]["mlp"] == {"before": [4, 20], "after": [2, 10]}
     assert report.plan["widths"]["kv_groups"] == {"before": [3, 1], "after": [2, 1]}
     Dense.open(tmp_path / "less")
@@ -204,10 +204,10 @@ def test_a_model_of_own_widths_is_pruned_again_and_its_code_replaced(prune, tmp_
 
 @pytest.mark.parametrize("target", ["hf", "vllm"])
 def test_a_killed_run_goes_on_behind_its_allocation(target, prune, tmp_path, monkeypatch):
-    own = {"allocation": "error", "non_uniform": True, "target": target}
+    own = {"allocation": "error", "by_block": True, "target": target}
     prune("whole", **own)
     with monkeypatch.context() as patched:
-        patched.setattr("coec.pipeline.prune.solve_block", raising(KeyError))
+        patched.setattr("coec.pruning.solve_block", raising(KeyError))
         with pytest.raises(KeyError):
             prune(**own)
     monkeypatch.setattr(allocating, "_importance", None)  # is not called again
@@ -220,7 +220,7 @@ def test_a_killed_run_goes_on_behind_its_allocation(target, prune, tmp_path, mon
 @pytest.mark.parametrize(("budget", "most"), [(0.9, None), (30_000, 30_000), (30_000.0, 30_000)])
 @pytest.mark.parametrize("more", [{}, {"kv_groups": "all"}, {"compensation": "bias"}])
 def test_a_budget_of_parameters_is_met_and_used(budget, most, more, dense, tokens):
-    plan = coec.plan(dense, calibration=tokens, budget_parameters=budget, **SETTINGS | more)
+    plan = coec.plan(dense, calibration=tokens, budget=budget, **SETTINGS | more)
     most = most or int(0.9 * plan.parameters_before)
     # A step of the fraction takes a channel of both blocks, or a group of both with it.
     assert most - 2 * 32 * 3 - 2 * 8 * 3 * 32 < plan.parameters_after <= most
@@ -230,8 +230,8 @@ def test_a_budget_of_parameters_is_met_and_used(budget, most, more, dense, token
 @pytest.mark.parametrize("align", [1, 16])
 def test_a_budget_is_used_where_uniform_widths_cannot(compensation, align, dense, tokens, prune):
     """Aligned ones go in steps of all blocks; where widths differ, of one."""
-    own = {"budget_parameters": 0.9, "multiple_of": align, "compensation": compensation}
-    own |= {"allocation": "adaptive", "non_uniform": True}
+    own = {"budget": 0.9, "multiple_of": align, "compensation": compensation}
+    own |= {"allocation": "adaptive", "by_block": True}
     plan = coec.plan(dense, calibration=tokens, **SETTINGS | own)
     report = prune(**own)
     after, budget = report.plan["parameters"]["after"], int(0.9 * plan.parameters_before)
@@ -242,7 +242,7 @@ def test_a_budget_is_used_where_uniform_widths_cannot(compensation, align, dense
 
 def test_a_budget_beside_a_share_of_one_kind(dense, tokens):
     plan = coec.plan(
-        dense, calibration=tokens, budget_parameters=0.9, attention_sparsity=0, **SETTINGS
+        dense, calibration=tokens, budget=0.9, attention_sparsity=0, **SETTINGS
     )
     assert plan.pruned.kv_heads == 4
     budget = int(0.9 * plan.parameters_before)
@@ -252,36 +252,36 @@ def test_a_budget_beside_a_share_of_one_kind(dense, tokens):
 REFUSED = {
     "adaptive": ({"allocation": "adaptive"}, "set non_uniform to write code beside the weights"),
     "uneven": ({"kept": OWN}, "the widths of attention in 'mapping' differ by block .1 to 3."),
-    "large budget": ({"budget_parameters": 10**6}, "is no less than the 33,184 that the model has"),
-    "small budget": ({"budget_parameters": 100}, "= 100 cannot be met: 21,088 parameters are left"),
+    "large budget": ({"budget": 10**6}, "is no less than the 33,184 that the model has"),
+    "small budget": ({"budget": 100}, "= 100 cannot be met: 21,088 parameters are left"),
     "budget of the MLP alone": (
-        {"budget_parameters": 25_000, "kv_groups": "all"},
-        "budget_parameters = 25,000 with kv_groups = all leaves no intermediate channels",
+        {"budget": 25_000, "kv_groups": "all"},
+        "budget = 25,000 with kv_groups = all leaves no intermediate channels",
     ),
     "memory of the MLP alone": (
-        {"budget_memory": "100kB", "dtype": "float32", "context": 1, "kv_groups": "all"},
-        "budget_memory = 100kB with kv_groups = all leaves no intermediate channels",
+        {"budget": "100kB", "dtype": "float32", "context": 1, "kv_groups": "all"},
+        "budget = 100kB with kv_groups = all leaves no intermediate channels",
     ),
     "two budgets": (
-        {"budget_parameters": 0.9, "budget_memory": "1GB"},
-        "budget_parameters and budget_memory are both a budget",
+        {"budget": 0.9, "budget": "1GB"},
+        "budget and budget are both a budget",
     ),
-    "no size": ({"budget_memory": "16"}, "is a size such as 16GB, 900MB or 14.5GiB, got '16'"),
-    "large memory": ({"budget_memory": "1GB"}, "= 1GB holds the whole model and the keys"),
+    "no size": ({"budget": "16"}, "is a size such as 16GB, 900MB or 14.5GiB, got '16'"),
+    "large memory": ({"budget": "1GB"}, "= 1GB holds the whole model and the keys"),
     "small memory": (
-        {"budget_memory": "1.1MB"},
+        {"budget": "1.1MB"},
         r"beside the keys and values of context = 8,192 tokens \(2\.1 MB\): allow more",
     ),
-    "odd budget": ({"budget_parameters": 1.5}, "or below 1 a share of the dense model's, got 1.5"),
+    "odd budget": ({"budget": 1.5}, "or below 1 a share of the dense model's, got 1.5"),
     "aligned budget": (
-        {"budget_parameters": 21000, "multiple_of": 32},
+        {"budget": 21000, "multiple_of": 32},
         "with multiple_of = 32 cannot be met: .* allow more, or take a smaller multiple",
     ),
     "no share left": (
-        {"budget_parameters": 0.8, "attention_sparsity": 0.1, "mlp_sparsity": 0.2},
-        "budget_parameters has no effect with attention_sparsity and mlp_sparsity",
+        {"budget": 0.8, "attention_sparsity": 0.1, "mlp_sparsity": 0.2},
+        "budget has no effect with attention_sparsity and mlp_sparsity",
     ),
-    "target": ({"kept": OWN, "non_uniform": True, "target": "vllm"}, "so that vLLM loads it"),
+    "target": ({"kept": OWN, "by_block": True, "target": "vllm"}, "so that vLLM loads it"),
 }
 
 
@@ -295,7 +295,7 @@ def test_what_cannot_be_is_refused_before_any_work(name, prune, tmp_path):
 
 def test_errors_are_not_weighed_from_statistics(dense, tokens, tmp_path):
     stats = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=12, seq_len=32)
-    own = {"selection": "obs", "non_uniform": True, "statistics": stats}
+    own = {"selection": "obs", "by_block": True, "statistics": stats}
     with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
         coec.prune(dense, tmp_path / "out", allocation="error", **own)
     coec.prune(dense, tmp_path / "out", allocation="adaptive", **own)
@@ -309,14 +309,14 @@ def test_a_cluster_of_gpus_is_led_from_one_of_its_nodes(monkeypatch):
 
 
 def test_a_plan_says_that_its_widths_are_not_decided(dense, tokens):
-    plan = coec.plan(dense, calibration=tokens, allocation="error", non_uniform=True, **SETTINGS)
+    plan = coec.plan(dense, calibration=tokens, by_block=True, **SETTINGS)
     assert "allocation = error decides the widths of every block" in plan.notes[0]
     assert plan.record()["code"] == "modeling_non_uniform.py"
     assert plan.record()["widths"]["mlp"] == {"before": 40, "after": 28}
 
 
 def test_a_plan_counts_what_an_allocation_takes(dense, tokens):
-    own = SETTINGS | {"calibration": tokens, "non_uniform": True}
+    own = SETTINGS | {"calibration": tokens, "by_block": True}
     plans = {
         how: coec.plan(dense, allocation=how, **own) for how in ("uniform", "adaptive", "error")
     }
@@ -458,10 +458,10 @@ def test_predictions_that_are_not_finite_are_refused(prune, monkeypatch):
 
     monkeypatch.setattr(allocating, "_in_dense_shape", broken)
     with pytest.raises(CoecError, match="cannot be measured.*allocation = adaptive"):
-        prune(allocation="error", non_uniform=True)
+        prune(by_block=True)
 
 
-NATIVE = {"non_uniform": True, "target": "vllm"}
+NATIVE = {"by_block": True, "target": "vllm"}
 CHANNELS = {"layers.0.mlp": OWN["layers.0.mlp"], "layers.1.mlp": OWN["layers.1.mlp"]}
 
 
@@ -472,7 +472,7 @@ def test_what_vllm_builds_by_its_own_code_computes_what_the_package_does(
     """The same weights as in the other format of widths by block."""
     model = tm.save(tm.tiny(variant, torch.float32), tmp_path / "dense")
     report = prune(model=model, kept=CHANNELS, **NATIVE)
-    prune("plain", model=model, kept=CHANNELS, non_uniform=True)
+    prune("plain", model=model, kept=CHANNELS, by_block=True)
     assert widths(report) == ([4, 20], 3)
     assert report.plan["output_model_type"] == "nemotron-nas"
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -508,7 +508,7 @@ def test_heads_are_alike_in_what_vllm_builds(allocation, tokens, prune, tmp_path
     assert report.plan["parameters"]["after"] == plain.plan["parameters"]["after"]
     value = coec.perplexity(tmp_path / "out", text=tokens, seq_len=32, max_windows=4)
     assert value.perplexity > 0
-    again = prune("less", model=tmp_path / "out", sparsity=0.5, non_uniform=True)
+    again = prune("less", model=tmp_path / "out", sparsity=0.5, by_block=True)
     assert again.plan["output_model_type"] == "mistral"
     assert "block_configs" not in json.loads((tmp_path / "less/config.json").read_text())
 

@@ -62,9 +62,9 @@ def command_of(folder):
     [
         {"rounds": 1, "iterations": 3, "alpha": 0.5, "mlp_sparsity": 0.5, "preset": "paper"},
         {"preset": "fast", "ridge": 0.02, "multiple_of": 8},
-        {"preset": "best", "reconstruct": 1, "prediction_passes": 1, "dtype": "bfloat16"},
+        {"preset": "balanced", "reconstruct": 1, "prediction_passes": 1, "dtype": "bfloat16"},
         {
-            "preset": "best",
+            "preset": "balanced",
             "compensation": "none",
             "kv_groups": "all",
             "reconstruct": 1,
@@ -72,7 +72,7 @@ def command_of(folder):
             "reconstruct_rate": 0.002,
         },
         {"reconstruct": 0, "propagate": False},
-        {"preset": "fast", "dtype": "float32", "budget_memory": "120kB", "context": 16},
+        {"preset": "fast", "dtype": "float32", "budget": "120kB", "context": 16},
         {
             "preset": "fast",
             "compensation": "none",
@@ -83,7 +83,7 @@ def command_of(folder):
 )
 def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path, run):
     if "kept" in settings:
-        settings |= {"non_uniform": True, "attention_sparsity": 0.0}
+        settings |= {"by_block": True, "attention_sparsity": 0.0}
     out, again = tmp_path / "out", tmp_path / "again"
     coec.prune("dense", out, **FEW, **settings)
     said = command_of(out)
@@ -95,7 +95,7 @@ def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path,
 
 
 def test_the_card_says_preset_and_reconstruction(here, tmp_path):
-    coec.prune("dense", tmp_path / "out", **FEW, preset="best", reconstruct=1, prediction_passes=1)
+    coec.prune("dense", tmp_path / "out", **FEW, preset="balanced", reconstruct=1, prediction_passes=1)
     card = card_of(tmp_path / "out")
     assert "- preset: best" in card
     assert "- beside the dense model: reconstruct = 1, " in card

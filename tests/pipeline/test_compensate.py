@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-from coec.allocation.kept import KEPT, KeptUnits
+from coec.planning.kept import KEPT, KeptUnits
 from coec.errors import ModelError, OptionError, OutputError
 from coec.models.matching import RawCheckpoint
 from coec.pipeline import compensate as compensating
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from outcomes import check_refused, succeeded
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
@@ -122,7 +122,7 @@ def test_widths_that_differ_by_block_are_refused_by_the_plan(dense, tokens, tmp_
         coec.compensate_pruned(dense, folder, tmp_path / "out", calibration=tokens, **HOW)
     assert not list(tmp_path.glob("out*"))
     report = coec.compensate_pruned(
-        dense, folder, tmp_path / "out", calibration=tokens, non_uniform=True, **HOW
+        dense, folder, tmp_path / "out", calibration=tokens, by_block=True, **HOW
     )
     assert report.plan["widths"]["mlp"]["after"] == [38, 39]
 

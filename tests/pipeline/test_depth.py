@@ -13,7 +13,7 @@ import tiny_models as tm
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
-from coec.models.depth import renumbered, without_blocks
+from coec.models.fewer_blocks import renumbered, without_blocks
 from coec.pipeline import depth
 from coec.pipeline.depth import dispensable_blocks
 from coec.types import KeptSet
@@ -114,7 +114,7 @@ def test_depth_and_width_under_one_budget(tokens, tmp_path):
     model = deep("llama", tmp_path / "dense")
     settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}
     report = coec.prune(
-        model, tmp_path / "out", **settings, drop_blocks=1, budget_parameters=0.6, multiple_of=1
+        model, tmp_path / "out", **settings, drop_blocks=1, budget=0.6, multiple_of=1
     )
     counts = report.plan["parameters"]
     assert 0.55 < counts["after"] / counts["before"] <= 0.6
@@ -124,8 +124,8 @@ def test_depth_and_width_under_one_budget(tokens, tmp_path):
 def test_depth_and_widths_by_block_under_one_budget(tokens, tmp_path):
     model = deep("llama", tmp_path / "dense")
     settings = {**DEPTH, "calibration": tokens, "preset": "fast", "compensation": "none"}
-    settings |= {"drop_blocks": 1, "budget_parameters": 0.6, "multiple_of": 1}
-    report = coec.prune(model, tmp_path / "out", **settings, non_uniform=True)
+    settings |= {"drop_blocks": 1, "budget": 0.6, "multiple_of": 1}
+    report = coec.prune(model, tmp_path / "out", **settings, by_block=True)
     widths, counts = report.plan["widths"]["mlp"]["after"], report.plan["parameters"]
     assert len(widths) == 4
     assert len(set(widths)) > 1
@@ -159,7 +159,7 @@ def test_a_budget_holds_whatever_blocks_go(variant, tokens, tmp_path):
     settings = {**DEPTH, "calibration": tokens, "preset": "balanced", "reconstruct": 1}
     settings |= {"propagate": False, "compensation": "none"}
     settings |= {"multiple_of": 1}
-    report = coec.prune(model, tmp_path / "out", **settings, drop_blocks=2, budget_parameters=0.6)
+    report = coec.prune(model, tmp_path / "out", **settings, drop_blocks=2, budget=0.6)
     share = Dense.open(tmp_path / "out").parameters / Dense.open(model).parameters
     assert 0.5 < share <= 0.6
     assert report.plan["parameters"]["after"] == Dense.open(tmp_path / "out").parameters
@@ -244,12 +244,12 @@ REFUSED = {
         {"drop_blocks": 1, "preset": "paper", "kv_groups": "held-out", "holdout": 0.25},
         "solved on the states of the pruned model: set propagate or reconstruct",
     ),
-    "context": ({"context": 100}, "context has no effect with no budget_memory"),
+    "context": ({"context": 100}, "context has no effect with no budget"),
     "too many": ({"drop_blocks": 4}, "this model has 5 blocks, drop at most 3"),
     "paper": ({"drop_blocks": 1, "preset": "paper"}, r"or reconstruct \(preset = balanced does\)"),
     "budget": (
-        {"drop_blocks": 3, "budget_parameters": 0.9},
-        "drop_blocks = 3 alone leaves fewer parameters than budget_parameters",
+        {"drop_blocks": 3, "budget": 0.9},
+        "drop_blocks = 3 alone leaves fewer parameters than budget",
     ),
 }
 

@@ -21,7 +21,7 @@ from coec.models import description
 from coec.models.dense import Dense
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from coec.streaming import passes as measure
 from coec.types import SiteResult
 from prunings import content, prunes
@@ -118,7 +118,7 @@ def test_servers_find_the_weights_and_nothing_else(shard, prune, tmp_path, monke
 
 def test_a_second_run_into_the_same_folder_is_refused_at_once(prune, tmp_path):
     """The first one's result is not lost to it."""
-    from coec.execution.journal import journal
+    from coec.checkpoint.journal import journal
 
     with journal(tmp_path / "out", {}) as done:
         (done.new / "config.json").write_text("first")

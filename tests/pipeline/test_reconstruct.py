@@ -21,14 +21,14 @@ from coec.models.dense import Dense
 from coec.pipeline import reconstruct as reconstruction
 from coec.pipeline import trials
 from coec.pipeline import write as writing
-from coec.pipeline.solve import SINKS
+from coec.solve import SINKS
 from coec.planning import run as planned_run
 from coec.planning.plan import Plan, tried_blocks
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from coec.reconstruction import block_training
-from coec.reconstruction.block_training import TrainedBlock
+from coec.methods.block_training import TrainedBlock
 from coec.streaming import layers as layers_module
-from coec.streaming.layers import Layers
+from coec.streams.layers import Layers
 from coec.streaming.two_streams import ConsumerStatistics
 from coec.types import Gram, GramSum
 from prunings import prunes
@@ -51,7 +51,7 @@ pruned = prunes(**SETTINGS)
 def best(dense, tokens, tmp_path_factory):
     """A folder of runs by `best`, by the rule for KV groups, and their reports."""
     root = tmp_path_factory.mktemp("best")
-    settings = SETTINGS | {"preset": "best", "calibration": tokens} | QUICK
+    settings = SETTINGS | {"preset": "balanced", "calibration": tokens} | QUICK
     return root, {
         kind: coec.prune(dense, root / kind, kv_groups=kind, **settings)
         for kind in ("uniform", "all", "held-out")
@@ -123,7 +123,7 @@ def test_a_block_waits_for_its_device_no_more_often_for_more_windows(
     np.save(tokens, np.random.default_rng(0).integers(0, 64, 96 * 32))
     for samples in (24, 96):
         coec.prune(dense, tmp_path / f"{samples}", calibration=tokens,
-                   **SETTINGS | settings | {"samples": samples, "guard": False})  # fmt: skip
+                   **SETTINGS | settings | {"samples": samples})  # fmt: skip
     few, _, many, _ = waits
     # Some are of windows in batches of another size, and of Grams of so many tokens; a batch of two
     # windows has none, and there are 36 more of them.
@@ -231,7 +231,7 @@ def test_validation_windows_choose_the_number_of_groups(best, pruned):
     root, reports = best
     scores = {}
     for kind in ("uniform", "all"):  # candidates are tried in closed form, on the text
-        settings = {"preset": "best", "kv_groups": kind, "reconstruct": 0}
+        settings = {"preset": "balanced", "kv_groups": kind, "reconstruct": 0}
         scores[kind] = pruned(kind, **settings).reconstruction["kl"]
     nearer = min(scores, key=scores.get)
     chosen = reports["held-out"]
@@ -250,7 +250,7 @@ def test_the_nearer_candidate_is_made_though_the_other_likes_the_windows(pruned,
     facts = {"windows": "held out", "dense": 2.0}
     found = iter([{**facts, "perplexity": 3.1, "kl": 0.2}, {**facts, "perplexity": 3.0, "kl": 0.3}])
     monkeypatch.setattr(trials, "_trial", lambda *given: dict(next(found)))
-    report = pruned(preset="best", **QUICK)
+    report = pruned(preset="balanced", **QUICK)
     assert report.reconstruction["kv_groups"] == "uniform"
     assert report.reconstruction["candidates"]["all"]["perplexity"] == 3.0
 
@@ -261,7 +261,7 @@ def test_a_trial_prunes_a_quarter_of_the_blocks_and_four_at_least(pruned, monkey
 
     def kl(name, tried):
         monkeypatch.setattr(reconstruction, "tried_blocks", lambda layers: tried)
-        report = pruned(name, preset="best", **QUICK)
+        report = pruned(name, preset="balanced", **QUICK)
         return {n: facts["kl"] for n, facts in report.reconstruction["candidates"].items()}
 
     assert kl("none", []) == pytest.approx({"uniform": 0, "all": 0}, abs=1e-9)
@@ -271,20 +271,20 @@ def test_a_trial_prunes_a_quarter_of_the_blocks_and_four_at_least(pruned, monkey
 
 def test_measured_costs_decide_the_groups_of_blocks_without_a_trial(dense, tokens):
     def candidates(**settings):
-        recipe = Recipe(preset="best", calibration=str(tokens), samples=24, seq_len=32,
+        recipe = Recipe(preset="balanced", calibration=str(tokens), samples=24, seq_len=32,
                         sparsity=0.5, **settings)  # fmt: skip
         return set(Plan.candidates(Dense.open(dense), recipe))
 
-    assert candidates() == candidates(non_uniform=True, allocation="uniform")
+    assert candidates() == candidates(by_block=True)
     assert candidates() == {"uniform", "all"}
-    assert candidates(non_uniform=True) == {"uniform"}
-    assert candidates(non_uniform=True, target="vllm") == {"uniform", "all"}
+    assert candidates(by_block=True) == {"uniform"}
+    assert candidates(by_block=True, target="vllm") == {"uniform", "all"}
 
 
 @pytest.mark.slow
 def test_the_last_block_is_trained_towards_the_predictions(pruned, tmp_path):
     """Only its weights change, the report says by how much, and validation KL falls."""
-    settings = {"preset": "best", "kv_groups": "uniform", "reconstruct": 1}
+    settings = {"preset": "balanced", "kv_groups": "uniform", "reconstruct": 1}
     reports = {n: pruned(str(n), **settings, prediction_passes=n) for n in (0, 8)}
     plain, trained = (load_file(tmp_path / str(n) / "model.safetensors") for n in (0, 8))
     changed = {name for name in plain if not torch.equal(plain[name], trained[name])}
@@ -341,7 +341,7 @@ def test_any_setting_of_the_training_changes_the_model(pruned, tmp_path):
 def test_a_training_that_harms_validation_windows_is_not_taken(pruned, tmp_path, monkeypatch):
     """Steps are far too long."""
     monkeypatch.setattr(block_training, "_root_mean_square", lambda weight: 100.0)
-    settings = {"preset": "best", "kv_groups": "uniform", "samples": 4, "holdout": 0.25}
+    settings = {"preset": "balanced", "kv_groups": "uniform", "samples": 4, "holdout": 0.25}
     wild = pruned("wild", **settings, reconstruct=4, prediction_passes=2)
     none = pruned("none", **settings, reconstruct=0)
     fits = [row[n] for row in wild.sites for n in ("reconstruction", "predictions") if n in row]
@@ -354,7 +354,7 @@ def test_a_training_that_harms_validation_windows_is_not_taken(pruned, tmp_path,
 
 def test_long_work_behind_the_last_block_and_on_the_way_back_is_said(pruned):
     seen = []
-    settings = {"preset": "balanced", "non_uniform": True, "samples": 16, "holdout": 0.25}
+    settings = {"preset": "balanced", "by_block": True, "samples": 16, "holdout": 0.25}
     pruned(**settings, reconstruct=0, progress=lambda *step: seen.append(step))
     assert [entry for entry in seen if "way back" in entry[0]] == [
         ("allocating on the way back", 1, 2), ("allocating on the way back", 2, 2)
@@ -367,7 +367,7 @@ def test_long_work_behind_the_last_block_and_on_the_way_back_is_said(pruned):
 def test_predictions_are_learned_at_a_lower_rate_where_the_whole_one_harms(pruned, monkeypatch):
     monkeypatch.setattr(block_training, "_root_mean_square", lambda weight: 100.0)
     monkeypatch.setattr(reconstruction, "_GENTLER", 1e-3)
-    settings = {"preset": "best", "kv_groups": "uniform", "samples": 16, "holdout": 0.25}
+    settings = {"preset": "balanced", "kv_groups": "uniform", "samples": 16, "holdout": 0.25}
     seen = []
     settings |= {"reconstruct": 1, "prediction_passes": 4}
     report = pruned(**settings, progress=lambda *step: seen.append(step))
@@ -384,7 +384,7 @@ def test_predictions_are_learned_at_a_lower_rate_where_the_whole_one_harms(prune
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
 def test_an_interrupted_run_goes_on_to_the_same_bytes(best, after, pruned, tmp_path, monkeypatch):
     """Both streams are run again through what is solved."""
-    settings = {"preset": "best", **QUICK}
+    settings = {"preset": "balanced", **QUICK}
     root, reports = best
     solve, count = reconstruction.BlockReconstruction.solve, [0]
 
@@ -419,9 +419,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(best, after, pruned, tmp_p
         ({"token_weights": "residual"}, "token_weights has no effect with neither"),
         ({"kv_groups": "held-out"}, "needs validation windows: set holdout"),
         ({"prediction_passes": 3}, "prediction_passes has no effect with reconstruct = 0"),
-        ({"preset": "best", "prediction_passes": 0.5}, "prediction_passes must be"),
+        ({"preset": "balanced", "prediction_passes": 0.5}, "prediction_passes must be"),
         ({"kv_groups": "all", "sparsity": 0.9}, "leaves no intermediate channels"),
-        ({"preset": "best", "forward_dtype": "float16"}, "overflow in float16: set forward_dtype"),
+        ({"preset": "balanced", "forward_dtype": "float16"}, "overflow in float16: set forward_dtype"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_before_work(
@@ -434,7 +434,7 @@ def test_settings_that_contradict_each_other_are_refused_before_work(
 
 def test_one_window_cannot_be_for_validation(pruned, tmp_path):
     with pytest.raises(CalibrationError, match="holdout"):
-        pruned(preset="best", samples=1)
+        pruned(preset="balanced", samples=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -451,7 +451,7 @@ def statistics(dense, tokens, tmp_path_factory):
         ({"propagate": True}, "propagate"),
         ({"reconstruct": 1}, "reconstruct"),
         ({"kv_groups": "held-out", "holdout": 0.25}, "kv_groups"),
-        ({"preset": "best"}, "preset = best"),
+        ({"preset": "balanced"}, "preset = best"),
         ({"preset": "balanced", "reconstruct": 1}, "reconstruct"),
     ],
 )
@@ -468,7 +468,7 @@ def test_statistics_alone_do_not_hold_token_streams(settings, name, dense, stati
 
 
 def test_a_candidate_that_cannot_be_is_left_out_and_named(pruned):
-    report = pruned(preset="best", sparsity=0.7, **QUICK)
+    report = pruned(preset="balanced", sparsity=0.7, **QUICK)
     assert report.reconstruction["kv_groups"] == "uniform"
     assert not report.reconstruction["candidates"]
     assert any("kv_groups = all was not tried: " in note for note in report.plan["notes"])
@@ -477,7 +477,7 @@ def test_a_candidate_that_cannot_be_is_left_out_and_named(pruned):
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["llama", "mistral", "qwen2", "granite", "seed_oss"])
 @pytest.mark.parametrize("settings", [
-    {"preset": "best", "kv_groups": "uniform", **QUICK},
+    {"preset": "balanced", "kv_groups": "uniform", **QUICK},
     {"reconstruct": 1},
     {"propagate": True},
     {"propagate": True, "sparsity": 0.03},  # attention keeps everything, and has a target
@@ -493,7 +493,7 @@ def test_biases_go_with_targets(variant, settings, pruned, tmp_path):
 
 def test_going_on_keeps_no_graph_of_what_is_passed(pruned, monkeypatch):
     """Hidden states of every solved block would stay in memory."""
-    settings = {"preset": "best", "kv_groups": "uniform", **QUICK}
+    settings = {"preset": "balanced", "kv_groups": "uniform", **QUICK}
     solve, seen = reconstruction.BlockReconstruction.solve, []
 
     def watched(self, block):
@@ -514,7 +514,7 @@ def test_going_on_keeps_no_graph_of_what_is_passed(pruned, monkeypatch):
 
 @pytest.mark.slow
 def test_a_damaged_piece_of_an_ended_candidate_is_made_again(best, pruned, tmp_path, monkeypatch):
-    settings = {"preset": "best", **QUICK}
+    settings = {"preset": "balanced", **QUICK}
     with monkeypatch.context() as patch:
         patch.setattr(writing.Checkpoint, "write", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -536,7 +536,7 @@ def test_a_weight_that_the_output_cannot_hold_is_named(pruned, tmp_path, monkeyp
         return TrainedBlock({n: p * 1e30 for n, p in start.items()}, 1, [0.5], [1.0, 0.5])
 
     monkeypatch.setattr(reconstruction, "train_block", huge)
-    report = pruned(preset="best", kv_groups="uniform", dtype="float16", **QUICK)
+    report = pruned(preset="balanced", kv_groups="uniform", dtype="float16", **QUICK)
     assert any("the block is not trained" in str(row["events"]) for row in report.sites)
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in loaded.values())
@@ -573,19 +573,19 @@ def test_a_training_that_fails_leaves_the_closed_form_and_says_so(
 
 def test_options_of_the_compensation_win_over_a_preset():
     for given in ({"ridge": 0.5}, {"options": {"ridge": 0.5}}):
-        assert Recipe(preset="best", **given).record()["options"] == {"ridge": 0.5}
+        assert Recipe(preset="balanced", **given).record()["options"] == {"ridge": 0.5}
 
 
 def test_one_sampled_window_is_refused_before_it_is_sampled(pruned, monkeypatch):
     monkeypatch.setattr(Dense, "network", lambda *given: 1 / 0)
     with pytest.raises(CalibrationError, match="holdout"):
-        pruned(preset="best", calibration="self", samples=1, seq_len=16)
+        pruned(preset="balanced", calibration="self", samples=1, seq_len=16)
 
 
 @pytest.mark.slow
 def test_a_preset_can_be_taken_in_parts(pruned, tmp_path):
     """What `best` sets, given one by one, is `best`."""
-    whole = pruned("whole", preset="best", **QUICK)
+    whole = pruned("whole", preset="balanced", **QUICK)
     settings = {k: whole.recipe[k] for k in
                 ("selection", "compensation", "propagate", "token_weights",
                  "kv_groups", "holdout", "reconstruct_rate")}  # fmt: skip
@@ -600,8 +600,8 @@ def test_a_preset_can_be_taken_in_parts(pruned, tmp_path):
         {"propagate": True, "token_weights": "residual"},
         {"token_weights": "residual", "reconstruct": 1},
         {"kept": {"layers.0.mlp": [*range(3, 31)], "layers.1.mlp": [*range(28)]}},
-        {"allocation": "error", "non_uniform": True, "propagate": True},
-        {"allocation": "adaptive", "non_uniform": True},
+        {"allocation": "error", "by_block": True, "propagate": True},
+        {"allocation": "adaptive", "by_block": True},
         {"compensation": "coec", "lambda_a": 0.0, "propagate": True},
         {"compensation": "coec", "lambda_a": 5.0, "r_p": 4},
         {"compensation": "bias", "propagate": True},
@@ -610,7 +610,7 @@ def test_a_preset_can_be_taken_in_parts(pruned, tmp_path):
         {"forward_dtype": "bfloat16", "dtype": "bfloat16"},
         {"dtype": "float16", "forward_dtype": "float32", "propagate": True},
         {"holdout": 0.25, "kv_groups": "held-out"},
-        {"guard": False, "samples": 3},
+        {"samples": 3},
         {"samples": 2, "propagate": True},
         {"attention_sparsity": 0.0, "mlp_sparsity": 0.5},
         {"target": "vllm", "propagate": True},
@@ -745,11 +745,11 @@ def test_fast_takes_the_inputs_of_the_dense_model_where_it_must(
 
 
 def test_fast_takes_statistics_with_uniform_widths(dense, statistics):
-    plan = coec.plan(dense, statistics=statistics, preset="fast", non_uniform=True)
+    plan = coec.plan(dense, statistics=statistics, preset="fast", by_block=True)
     [note] = [note for note in plan.notes if "for the dense model's inputs" in note]
     assert note.endswith("statistics hold sums only, and no text; widths are uniform therefore")
     with pytest.raises(OptionError, match="allocation = error runs the pruned model over the text"):
-        coec.plan(dense, statistics=statistics, preset="fast", non_uniform=True, allocation="error")
+        coec.plan(dense, statistics=statistics, preset="fast", by_block=True)
 
 
 def test_the_default_takes_one_window_and_says_what_validates(run, dense, tokens, tmp_path):
@@ -770,7 +770,7 @@ def test_the_default_takes_statistics_beside_any_setting_but_allocation_by_error
 ):
     saved = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
     assert saved.settings["holdout"] == 0  # no fit needs validation windows
-    given = {"statistics": saved, "non_uniform": True}
+    given = {"statistics": saved, "by_block": True}
     plan = coec.plan(dense, **given, kv_groups="all", propagate=False)
     assert plan.recipe.pruning.allocation == "uniform"
     assert plan.recipe.reconstruction.kv_groups == "all"
@@ -853,7 +853,7 @@ def test_a_note_says_where_a_thousandth_of_the_tokens_has_most_of_the_energy(
 
     def sinks(name, share, **settings):
         monkeypatch.setattr(Gram, "top_token_energy", share)
-        settings |= {"propagate": propagate, "guard": False}
+        settings |= {"propagate": propagate}
         return pruned(name, **settings).events.get(SINKS)
 
     assert sinks("few", 0.6) is None  # of fewer than a thousand tokens

@@ -13,7 +13,7 @@ import coec
 import tiny_models as tm
 from coec import devices
 from coec.errors import ModelError, OptionError, UnfinishedError
-from coec.execution.journal import Journal
+from coec.checkpoint.journal import Journal
 from coec.models import dense as module
 from coec.pipeline import prune as pruning
 from coec.pipeline import write as writing
@@ -212,9 +212,9 @@ def test_a_damaged_block_found_late_costs_only_itself(dense, text, tmp_path, mon
 
 BEGUN = {
     "prune": ({"compensation": "none"}, 2),
-    "best": ({"preset": "best", "reconstruct": 1, "prediction_passes": 1, "samples": 8}, 1),
+    "best": ({"preset": "balanced", "reconstruct": 1, "prediction_passes": 1, "samples": 8}, 1),
     "self": ({"compensation": "none", "calibration": "self", "samples": 4}, 1),
-    "allocate": ({"compensation": "none", "allocation": "adaptive", "non_uniform": True}, 1),
+    "allocate": ({"compensation": "none", "allocation": "adaptive", "by_block": True}, 1),
     "collect": ({}, 1),
 }
 """Runs, and after how many pieces they are ended."""

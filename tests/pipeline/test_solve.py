@@ -10,7 +10,7 @@ import coec
 import tiny_models as tm
 from coec.models.dense import Dense
 from coec.pipeline.guard import TRUSTED
-from coec.pipeline.solve import UNSEEN
+from coec.solve import UNSEEN
 from coec.types import KeptSet
 from outcomes import succeeded
 

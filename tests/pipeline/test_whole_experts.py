@@ -220,7 +220,7 @@ REFUSED = {
     "percent": ({"expert_sparsity": 25}, r"got 25 \(did you mean 0.25\?\)"),
     "negative": ({"expert_sparsity": -0.1}, "expert_sparsity must be at least 0 and finite"),
     "by block": (
-        {"expert_sparsity": 0.25, "non_uniform": True},
+        {"expert_sparsity": 0.25, "by_block": True},
         "non_uniform is not built for models of experts",
     ),
     "run beside": (
@@ -280,11 +280,11 @@ def test_a_budget_counts_the_experts_that_go(variant, kv_groups):
     config = tm.raw_config(variant, moe_intermediate_size=256, intermediate_size=256)
     described = Description.of(config)
     settings = {"expert_sparsity": 0.25, "kv_groups": kv_groups}
-    plan = coec.plan(described, **settings, budget_parameters=0.6)
+    plan = coec.plan(described, **settings, budget=0.6)
     assert plan.parameters_after <= 0.6 * plan.parameters_before
     removed = plan.widths.removed(described.layout, described.shapes)
     assert removed == plan.parameters_before - plan.parameters_after
-    cut_less = coec.plan(described, kv_groups=kv_groups, budget_parameters=0.6)
+    cut_less = coec.plan(described, kv_groups=kv_groups, budget=0.6)
     channels = (p.record()["widths"]["experts"]["after"] for p in (plan, cut_less))
     assert next(channels) > next(channels)
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 RUN = """
 import json, resource, sys, threading
-import coec, coec.pipeline.prune
+import coec, coec.pruning
 from coec.pipeline import write as writing
 from coec.planning import memory
 

@@ -9,18 +9,18 @@ import torch
 import coec
 import tiny_models as tm
 from benchmarks.scale import MODELS
-from coec.calibration.windows import validation_count
+from coec.text.windows import validation_count
 from coec.devices import FreeMemory
 from coec.errors import OptionError
-from coec.execution.output import check_space
+from coec.checkpoint.folder import check_space
 from coec.models.description import Description
-from coec.pipeline.write import space_needed
+from coec.checkpoint.checkpoint import space_needed
 from coec.planning import ComputeConfig, Forecast, Plan
 from coec.planning.memory import disk, needed_beside, purposes_of
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from coec.planning.run import check_room, close_fits, within
 from coec.reconstruction import block_training
-from coec.streaming.layers import tokens_per_batch
+from coec.streams.layers import tokens_per_batch
 from coec.streaming.two_streams import shards
 from paper_models import LLAMA_8B
 
@@ -51,17 +51,17 @@ def test_phases_are_those_of_the_run(folder, tmp_path):
     assert names(folder) == [
         "checking", "calibrating", "solving attention", "solving mlp", "writing",
     ]  # fmt: skip
-    best = names(folder, preset="best", calibration="self", prediction_passes=1)
+    best = names(folder, preset="balanced", calibration="self", prediction_passes=1)
     assert best[:2] == ["checking", "sampling text"]
-    assert names(folder, preset="best")[1] == "measuring bos"
+    assert names(folder, preset="balanced")[1] == "measuring bos"
     for text in ({"calibration": "self"}, {"bos": "off"}):
-        assert "measuring bos" not in names(folder, preset="best", **text)
+        assert "measuring bos" not in names(folder, preset="balanced", **text)
     assert best[2:-1] == [
         "passes", "solving attention", "solving mlp", "training blocks", "training on predictions",
         "predicting",
     ]  # fmt: skip
-    assert "allocating" in names(folder, allocation="adaptive", non_uniform=True)
-    deep = {"preset": "fast", "bos": "off", "drop_blocks": 1, "non_uniform": True}
+    assert "allocating" in names(folder, allocation="adaptive", by_block=True)
+    deep = {"preset": "fast", "bos": "off", "drop_blocks": 1, "by_block": True}
     raw = tm.raw_config("llama", num_hidden_layers=4)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert names(tmp_path, **deep)[1:4] == ["choosing blocks", "allocating", "passes"]
@@ -72,7 +72,7 @@ def memory(forecast):
 
 
 def test_every_phase_holds_memory(folder):
-    for settings in ({}, {"preset": "best"}, {"allocation": "error", "non_uniform": True}):
+    for settings in ({}, {"preset": "balanced"}, {"allocation": "error", "by_block": True}):
         plan, how = planned(folder, **settings)
         forecast = Forecast.of(plan, how)
         assert all(phase.host for phase in forecast.phases)
@@ -136,7 +136,7 @@ def test_a_solve_is_counted_by_hand(folder):
 def test_more_passes_are_more_of_the_training_alone(folder):
     one, other = (
         operations(
-            folder, preset="best", kv_groups="all", reconstruct=passes, prediction_passes=passes
+            folder, preset="balanced", kv_groups="all", reconstruct=passes, prediction_passes=passes
         )
         for passes in (1, 3)
     )
@@ -149,7 +149,7 @@ def test_a_step_of_training_holds_as_much_whatever_the_windows(folder, monkeypat
     """It has about as many tokens of long windows as of short ones."""
 
     def fit(length, samples):
-        plan, how = planned(folder, preset="best", seq_len=length, samples=samples)
+        plan, how = planned(folder, preset="balanced", seq_len=length, samples=samples)
         return memory(Forecast.of(plan, how))["training blocks"].host["fit"]
 
     before = fit(16, 64)
@@ -235,7 +235,7 @@ def test_a_real_run_is_refused_before_any_work(dense, tokens, tmp_path, monkeypa
     ],
 )
 def test_so_many_windows_are_sampled_as_a_card_has_room_for(free, at_once, said):
-    recipe = Recipe(preset="best", calibration="self", solve_dtype="float64")
+    recipe = Recipe(preset="balanced", calibration="self", solve_dtype="float64")
     plan = Plan.of(Description.of(LLAMA_8B), recipe)
     card = FreeMemory(int(free), None)
     how = within(plan, ComputeConfig.of(plan, CUDA), card)

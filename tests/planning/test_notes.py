@@ -6,7 +6,7 @@ import pytest
 
 import coec
 import tiny_models as tm
-from coec.compensation.shrinkage import FEW, PLENTY
+from coec.methods.shrinkage import FEW, PLENTY
 from coec.models.description import Description
 
 LENGTH = 32

@@ -7,7 +7,7 @@ import pytest
 
 import tiny_models as tm
 from coec.models.description import Description
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from coec.planning.resolve import resolve
 from coec.settings import PRESETS
 

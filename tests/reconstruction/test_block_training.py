@@ -7,7 +7,7 @@ import torch
 
 from coec.errors import NumericalError
 from coec.reconstruction import block_training
-from coec.reconstruction.block_training import (
+from coec.methods.block_training import (
     STEP_TOKENS,
     Example,
     Training,

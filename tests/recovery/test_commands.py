@@ -16,7 +16,7 @@ from coec.errors import OptionError, UnfinishedError
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.pipeline import prune as pruning
-from coec.pipeline.report import Report
+from coec.checkpoint.report import Report
 from coec.recovery import prune_and_recover, session
 from coec.recovery.job import Job
 from coec.recovery.plan import footprints

@@ -10,14 +10,14 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.calibration.windows import window_digests
+from coec.text.windows import window_digests
 from coec.config.recovery import Recovery
 from coec.errors import CalibrationError, ModelError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
-from coec.execution.journal import Journal
+from coec.checkpoint.journal import Journal
 from coec.models.dense import Dense
 from coec.models.files import sha256
-from coec.pipeline.report import Report
+from coec.checkpoint.report import Report
 from coec.recovery import distillation, session, text
 from coec.recovery import job as job_module
 from coec.recovery.job import Job

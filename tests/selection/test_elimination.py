@@ -10,8 +10,8 @@ import oracles
 import problems
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
-from coec.selection import SELECTIONS, elimination, keep_highest, unit_scores
-from coec.selection.elimination import obs, removal_path
+from coec.methods.selection import SELECTIONS, elimination, keep_highest, unit_scores
+from coec.methods.elimination import obs, removal_path
 from coec.types import Gram
 from properties import holds
 

@@ -4,7 +4,7 @@ import torch
 
 import problems
 from coec.errors import NumericalError, OptionError
-from coec.selection import SELECTIONS, column_scores, keep_highest, kept_count, unit_scores
+from coec.methods.selection import SELECTIONS, column_scores, keep_highest, kept_count, unit_scores
 from coec.types import KeptSet
 
 

@@ -12,8 +12,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from coec.streaming.copies import AHEAD, Copies
-from coec.streaming.layers import Layers
+from coec.streams.layers import AHEAD, Copies
+from coec.streams.layers import Layers
 
 BATCHES = 12
 

@@ -8,7 +8,7 @@ import torch
 import tiny_models as tm
 from coec.models.dense import Dense
 from coec.streaming import head as module
-from coec.streaming.head import Head, Prediction
+from coec.streams.head import Head, Prediction
 
 P = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.2, 0.6]]).log()
 Q = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]).log()

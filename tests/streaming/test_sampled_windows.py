@@ -9,7 +9,7 @@ from coec.errors import CalibrationError
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
 from coec.streaming.passes import DensePass
-from coec.streaming.windows import window_maker
+from coec.streams.windows import window_maker
 from outcomes import raising
 
 CPU = (torch.device("cpu"), torch.float64, None)

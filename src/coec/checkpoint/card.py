@@ -8,13 +8,13 @@ from typing import Any
 
 from huggingface_hub import metadata_load
 
-from coec.allocation.kept import KEPT
 from coec.checkpoint.report import Report
-from coec.compensation import COMPENSATIONS
 from coec.config.recipe import Recipe
+from coec.methods import COMPENSATIONS
+from coec.methods.selection import SELECTIONS
 from coec.models.files import JsonDict
 from coec.models.layout import split_over
-from coec.selection import SELECTIONS
+from coec.planning.kept import KEPT
 from coec.version import __version__
 
 CARD = "README.md"

@@ -18,7 +18,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from coec import parallel
-from coec.allocation.kept import KEPT
 from coec.checkpoint.card import origin, write_card
 from coec.checkpoint.folder import check_space, partial_of
 from coec.checkpoint.journal import Journal, journal, unfinished
@@ -27,7 +26,7 @@ from coec.devices import computed_by, dtype_name, environment
 from coec.events import RESUMING, Progress, record
 from coec.models import non_uniform
 from coec.models.dense import Dense
-from coec.models.depth import renumbered, without_blocks
+from coec.models.fewer_blocks import renumbered, without_blocks
 from coec.models.files import (
     FLOAT_DTYPES,
     INDEX,
@@ -39,6 +38,7 @@ from coec.models.files import (
 )
 from coec.models.folder import CONFIG, carried_files, carry_files
 from coec.models.layout import BlockLayout
+from coec.planning.kept import KEPT
 from coec.planning.memory import disk
 from coec.planning.plan import Plan
 from coec.solve import SolvedBlock

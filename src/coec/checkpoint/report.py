@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_origin, get_type_hints
 
-from coec.calibration.sources import mixture
 from coec.errors import ModelError
 from coec.models.files import JsonDict, parse_json, write_json
 from coec.models.folder import REPORT
+from coec.text.sources import mixture
 from coec.version import __version__
 
 QUOTED = re.compile(r"(['`])(?:file://)?/[^'`]*/([^'`/]+)\1")

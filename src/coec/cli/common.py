@@ -88,7 +88,7 @@ def quieten() -> None:
 
 def measuring(model: str, out: str, text: str) -> str:
     """Return a line with the command that measures `out`, on other text than it was made from."""
-    from coec.calibration.sources import is_named
+    from coec.text.sources import is_named
 
     evaluated = text if is_named(text) or text == "self" else "OTHER.txt"  # test split, or seed
     return f"measure it: coec eval {named(out)} --baseline {named(model)}{text_flag(evaluated)}"

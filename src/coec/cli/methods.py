@@ -15,9 +15,9 @@ from coec.config.settings import described, shown
 @with_flags(JSON)
 def methods_command(**flags: Any) -> None:
     """List presets, selections, compensations with their options, and architectures."""
-    from coec.compensation import COMPENSATIONS
+    from coec.methods import COMPENSATIONS
+    from coec.methods.selection import SELECTIONS
     from coec.models.architectures import ARCHITECTURES
-    from coec.selection import SELECTIONS
 
     options = {
         name: {row.name: row.text for row in described(method.settings)}

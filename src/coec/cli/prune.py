@@ -21,8 +21,7 @@ from coec.cli.flags import (
     with_flags,
 )
 from coec.cli.progress import showing_progress
-from coec.config.options import CoecOptions, RidgeOptions
-from coec.config.recipe import Recipe
+from coec.config.recipe import CoecOptions, Recipe, RidgeOptions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import NonNegativeFloat, ValidationInfo, field_validator, model_validator
 
-from coec.config.options import OPTIONS_OF
 from coec.config.settings import DtypeName, Settings, setting, without_effect
 from coec.errors import OptionError
 
@@ -157,7 +156,7 @@ class Recipe(Settings):
         """Arrays become tensors of token ids; lists and generators documents, read once."""
         if isinstance(text, str | Path):
             return str(text)
-        from coec.calibration.tokens import source_of
+        from coec.text.tokens import source_of
 
         return source_of(text, info.data["text_column"])
 
@@ -270,3 +269,57 @@ def _check_together(recipe: Recipe) -> None:
                 raise without_effect(option, why)
     if recipe.attention_units == "heads" and recipe.attention_sparsity == 0:
         raise without_effect("attention_units = heads", "attention_sparsity = 0")
+
+
+class Options(Settings):
+    """Options of a method."""
+
+    def idle(self) -> dict[str, str]:
+        """Return options that have no effect with the others, and why."""
+        return {}
+
+
+class CoecOptions(Options):
+    """Options of COEC (docs/METHODS.md §5)."""
+
+    alpha: float = setting(0.9, ge=0, le=1)
+    """Gram tempering exponent in [0, 1]; 1 is off, 0 returns the slice."""
+    rotation: Literal["two-sided", "left", "right"] = "two-sided"
+    """Factors that are rotated."""
+    parameterization: Literal["stiefel", "full"] = "stiefel"
+    """`stiefel` rotates the b×k frame, `full` all of O(k)."""
+    rescale: Literal["gcv", "fixed"] = "gcv"
+    """Ridge of the modes' scales: chosen by generalised cross-validation (`gcv`), or the median
+    mode energy (`fixed`)."""
+    kappa: float = setting(10.0, ge=1)
+    """Largest factor, at least 1, between a mode's scale and the global one."""
+    solver: Literal["joint", "gradient"] = "joint"
+    """Solver of the right factor: `joint` (conjugate gradient, the left factor following) or
+    `gradient` (as published)."""
+    lambda_a: float = setting(50.0, ge=0)
+    """Weight of the alignment penalty."""
+    r_p: int = setting(16, ge=1)
+    """Rank of the aligned subspaces, capped at the frame's."""
+
+    def idle(self) -> dict[str, str]:
+        """Return options that have no effect with the others, and why."""
+        if self.alpha == 0:
+            return dict.fromkeys(type(self).model_fields.keys() - {"alpha"}, "alpha = 0")
+        idle = {"r_p": "lambda_a = 0"} if self.lambda_a == 0 else {}
+        if self.rotation == "left":
+            idle |= dict.fromkeys(("solver", "parameterization"), "rotation = left")
+        return idle
+
+
+class RidgeOptions(Options):
+    """Options of the ridge regressions (docs/METHODS.md §4)."""
+
+    ridge: NonNegativeFloat | Literal["auto"] = 1e-2
+    """λ relative to the mean diagonal of Gxx, at least 0; `auto` penalises every channel by its own
+    energy, the less the more tokens there are."""
+
+
+OPTIONS_OF: dict[str, type[Options]] = {
+    "coec": CoecOptions, "least-squares": RidgeOptions, "ridge-to-slice": RidgeOptions,
+}  # fmt: skip
+"""Options of every compensation that has some."""

@@ -13,12 +13,12 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coec import CoecError
-from coec.calibration.tokens import load_tokenizer
 from coec.cli.common import quieten, results, table
 from coec.cli.progress import showing_progress
 from coec.evaluation.perplexity import perplexity
 from coec.pruning import prune
 from coec.streams.self_text import sample_from_model
+from coec.text.tokens import load_tokenizer
 
 MODEL = Path(__file__).parent / "model"
 METHODS: dict[str, dict[str, Any]] = {

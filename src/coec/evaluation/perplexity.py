@@ -14,16 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from coec.calibration.tokens import (
-    Extent,
-    Stream,
-    check_same_tokenizer,
-    has_tokenizer,
-    load_tokenizer,
-    read_stream,
-    source_of,
-)
-from coec.calibration.windows import Windows, all_windows, resolve_seq_len
 from coec.checkpoint.report import calibration_digest
 from coec.config.evaluation import TextEvaluation
 from coec.devices import choose_device
@@ -34,6 +24,16 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.streams.head import Prediction
 from coec.streams.self_text import sample_from_model, windows_that_fit
+from coec.text.tokens import (
+    Extent,
+    Stream,
+    check_same_tokenizer,
+    has_tokenizer,
+    load_tokenizer,
+    read_stream,
+    source_of,
+)
+from coec.text.windows import Windows, all_windows, resolve_seq_len
 
 _Model: TypeAlias = str | Path | Dense | PreTrainedModel
 EVALUATION_SEQ_LEN = 4096

@@ -10,7 +10,6 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
-from coec.calibration.tokens import has_tokenizer, load_tokenizer
 from coec.errors import ModelError
 from coec.exporting.vocabulary import (
     UnknownTokenizerError,
@@ -21,6 +20,7 @@ from coec.exporting.vocabulary import (
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_classes
+from coec.text.tokens import has_tokenizer, load_tokenizer
 
 _INSTEAD = "pass no_tokenizer=True for a file that takes and gives token ids alone"
 _UNUSED = "[PAD{}]"

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from coec.errors import OptionError
 from coec.models import non_uniform
 from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture, packaged
-from coec.models.depth import has_kinds
+from coec.models.fewer_blocks import has_kinds
 from coec.models.files import JsonDict
 from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, Shape, Site
 

@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-from coec.allocation.widths import parameters_inside
-from coec.calibration.sources import Documents, mixture
-from coec.calibration.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.devices import FreeMemory, resident_bytes
 from coec.errors import OptionError
+from coec.methods.block_training import step_tokens
 from coec.models.description import Description
 from coec.models.layout import Site
 from coec.planning.plan import Plan
-from coec.reconstruction.block_training import step_tokens
+from coec.planning.widths import parameters_inside
 from coec.sizes import (
     AHEAD,
     LOGITS_PER_PASS,
@@ -25,6 +23,8 @@ from coec.sizes import (
     tokens_per_batch,
     window_bytes,
 )
+from coec.text.sources import Documents, mixture
+from coec.text.tokens import LONG_TEXT, TOKEN_SUFFIXES
 
 OVER = 1.2
 """Estimate over free memory from which a plan is refused: none was planned at more than 1.16 times

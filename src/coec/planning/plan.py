@@ -7,12 +7,6 @@ from typing import Any
 
 import torch
 
-from coec.allocation.by_importance import Importances, by_importance
-from coec.allocation.kept import KeptUnits
-from coec.allocation.uniform import Shares, shares_for, uniform
-from coec.allocation.widths import Rounding, Widths, parameters_inside
-from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len, validation_count
-from coec.compensation import Method
 from coec.config.recipe import Recipe, memory_size, parameter_count
 from coec.devices import (
     DTYPES,
@@ -22,14 +16,18 @@ from coec.devices import (
     stored_dtype,
 )
 from coec.errors import OptionError
+from coec.methods import Method
 from coec.models.dense import Dense
-from coec.models.depth import renumbered
 from coec.models.description import Description
+from coec.models.fewer_blocks import renumbered
 from coec.models.formats import OutputFormat, choose_format
 from coec.models.layout import QUANTISED_COLUMNS, BlockLayout, Shape, Site
 from coec.models.non_uniform import FILE as CODE
-from coec.planning.checks import check_model
-from coec.planning.notes import notes_of
+from coec.planning.by_importance import Importances, by_importance
+from coec.planning.checks import check_model, notes_of
+from coec.planning.kept import KeptUnits
+from coec.planning.widths import Rounding, Shares, Widths, parameters_inside, shares_for, uniform
+from coec.text.windows import DEFAULT_SEQ_LEN, resolve_seq_len, validation_count
 
 _PLURALS = {"expert": "experts"}
 """What records call a kind of site of which a block has several."""

@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import torch
 
-from coec.allocation.kept import KeptUnits
 from coec.checkpoint.card import write_card
 from coec.checkpoint.folder import STATES, check_output, path_of, resolved
 from coec.checkpoint.journal import Journal, journal, unfinished
@@ -22,6 +21,7 @@ from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_digest
+from coec.planning.kept import KeptUnits
 from coec.planning.plan import Plan
 from coec.pruning import prune
 from coec.recovery.job import Job, check_alone, check_text, identity_of, recovery_of

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coec.calibration.tokens import check_same_tokenizer, source_of
-from coec.calibration.windows import source_digest
 from coec.checkpoint.folder import check_space, partial_of
 from coec.checkpoint.report import Report
 from coec.config.recovery import Recovery
@@ -25,6 +23,8 @@ from coec.models.folder import REPORT
 from coec.models.surgery import cast, stacked, unstacked
 from coec.recovery import plan
 from coec.recovery.text import read_windows
+from coec.text.tokens import check_same_tokenizer, source_of
+from coec.text.windows import source_digest
 
 RATE, LORA_FACTOR = 0.55, 10
 """The learning rate is RATE · rms(W) · √(windows · KL) / width, with the windows of a step and the

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from coec.allocation.widths import parameters_inside
-from coec.calibration.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 from coec.config.recovery import Recovery
 from coec.devices import (
     FreeMemory,
@@ -21,8 +19,10 @@ from coec.devices import (
 from coec.errors import OptionError
 from coec.models.description import Description
 from coec.planning.memory import weights_met
+from coec.planning.widths import parameters_inside
 from coec.recovery.text import TOP, windows_needed
 from coec.sizes import LOGITS_PER_PASS
+from coec.text.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 
 USUAL_RANK = 16
 """Rank of the low-rank additions that a refusal proposes."""

@@ -19,8 +19,6 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
-from coec.allocation.kept import KEPT
-from coec.calibration.tokens import load_tokenizer
 from coec.checkpoint.folder import STATES, WORK
 from coec.checkpoint.journal import Journal
 from coec.config.settings import nth_seed
@@ -29,6 +27,7 @@ from coec.errors import NumericalError
 from coec.events import RESUMING, Progress, record
 from coec.models.files import INDEX, JsonDict, write_tensors
 from coec.models.folder import CONFIG, carry_files
+from coec.planning.kept import KEPT
 from coec.recovery import text as texts
 from coec.recovery.distillation import (
     Distillation,
@@ -42,6 +41,7 @@ from coec.recovery.job import Job
 from coec.recovery.plan import KEPT_STATES, shards
 from coec.recovery.text import Examples
 from coec.streams.self_text import sample_from_model, windows_that_fit
+from coec.text.tokens import load_tokenizer
 
 _T = TypeVar("_T")
 EVALUATIONS = 4

@@ -13,12 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from coec.calibration.windows import Windows, window_digests, windows_in_order
 from coec.config.recovery import Recovery
 from coec.errors import CalibrationError
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import opened, write_tensors
+from coec.text.windows import Windows, window_digests, windows_in_order
 
 PASSES = 4
 """Largest number of times that a text is read; more passes over few windows make others worse."""

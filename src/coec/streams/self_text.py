@@ -9,14 +9,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
-from coec.calibration.tokens import chat_start, digest, encode
-from coec.calibration.windows import Windows, check_start
 from coec.config.settings import nth_seed
 from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
 from coec.models.description import Description
 from coec.sizes import MOST_SAMPLED, window_bytes
+from coec.text.tokens import chat_start, digest, encode
+from coec.text.windows import Windows, check_start
 
 _SHARE = 0.8
 """Share of free memory that the windows which are sampled at once may take."""

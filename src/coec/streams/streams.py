@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from coec import parallel
 from coec.devices import summed_products
 from coec.linalg.spd import solve_right
+from coec.methods.block_training import Example
 from coec.models.dense import Dense, Prefetcher
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import routed_inputs
 from coec.planning.plan import Plan
-from coec.reconstruction.block_training import Example
 from coec.sizes import tokens_per_batch
 from coec.streams.head import Head, Prediction
 from coec.streams.layers import Layers, State

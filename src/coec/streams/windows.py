@@ -13,21 +13,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coec.calibration.tokens import Extent, Stream, load_tokenizer
-from coec.calibration.windows import (
-    CHOICE,
-    DEFAULT_SEQ_LEN,
-    Windows,
-    mixed,
-    resolve_seq_len,
-    sample_windows,
-    shares,
-    source_digest,
-    split_windows,
-    text_notes,
-    text_stream,
-    validation_count,
-)
 from coec.config.recipe import Recipe
 from coec.config.settings import nth_seed
 from coec.devices import hand_back
@@ -41,6 +26,21 @@ from coec.sizes import first_windows
 from coec.streams.head import Head
 from coec.streams.layers import Layers
 from coec.streams.self_text import sample_from_model, windows_that_fit
+from coec.text.tokens import Extent, Stream, load_tokenizer
+from coec.text.windows import (
+    CHOICE,
+    DEFAULT_SEQ_LEN,
+    Windows,
+    mixed,
+    resolve_seq_len,
+    sample_windows,
+    shares,
+    source_digest,
+    split_windows,
+    text_notes,
+    text_stream,
+    validation_count,
+)
 
 MEASURED_TOKENS, _MEASURED_LENGTH = 2048, 512
 """Tokens after a start on which it is measured, and of each window, at most; as many without."""

@@ -7,15 +7,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.compensation.frame import Anchor, Frame, RotationTarget
-from coec.compensation.objective import rounding
-from coec.config.options import CoecOptions
+from coec.config.recipe import CoecOptions
 from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.alignment import Alignment
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import Rescaled
 from coec.linalg.gradient import gradient
+from coec.methods.frame import Anchor, Frame, RotationTarget
+from coec.methods.objective import rounding
 from coec.types import Convergence
 
 ROUNDS, TOLERANCE = 50, 1e-4

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from coec.calibration.sources import Documents, Split, mixture, read_parts
 from coec.errors import CalibrationError, CoecError, ModelError, first_line
 from coec.events import Progress, record
 from coec.models.files import JsonDict, check_fetched
@@ -29,6 +28,7 @@ from coec.models.folder import (
     tokenizer_classes,
 )
 from coec.models.layout import BLOCK_WIDTHS
+from coec.text.sources import Documents, Split, mixture, read_parts
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
 LONG_TEXT = 12_000_000

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import NumericalError
-from coec.selection.elimination import obs
+from coec.methods.elimination import obs
 from coec.types import Gram, KeptSet
 
 Score = Callable[..., Tensor]

@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.compensation.closed_form import rcpu
-from coec.compensation.descent import ROUNDS, TOLERANCE, Descended, Descent, Origin
-from coec.compensation.frame import Anchor, RotationTarget
-from coec.compensation.objective import OutputProblem, above, kept_columns, rounding
-from coec.config.options import CoecOptions
+from coec.config.recipe import CoecOptions
 from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.spd import power_of_two
+from coec.methods.closed_form import rcpu
+from coec.methods.descent import ROUNDS, TOLERANCE, Descended, Descent, Origin
+from coec.methods.frame import Anchor, RotationTarget
+from coec.methods.objective import OutputProblem, above, kept_columns, rounding
 from coec.types import KeptSet, SiteProblem, SiteResult
 
 RESOLVED, SPREAD, AGREE = 0.02, 2.0**16, 0.01

@@ -4,11 +4,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.compensation.objective import OutputProblem, kept_columns
-from coec.config.options import RidgeOptions
+from coec.config.recipe import RidgeOptions
 from coec.linalg.decompose import polar, svd
 from coec.linalg.gcv import global_scale
 from coec.linalg.spd import solve_right
+from coec.methods.objective import OutputProblem, kept_columns
 from coec.types import SiteProblem, SiteResult
 
 PRIOR, LARGEST = 9, 0.3

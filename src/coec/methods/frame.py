@@ -6,14 +6,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coec.compensation.objective import OutputProblem
-from coec.config.options import CoecOptions
+from coec.config.recipe import CoecOptions
 from coec.errors import OptionError
 from coec.linalg.alignment import Alignment
 from coec.linalg.decompose import eigh, polar, rounding_level, svd
 from coec.linalg.gcv import Rescaled, global_scale, led, rescale
 from coec.linalg.right import JointProblem, RightProblem, energies
 from coec.linalg.spd import noise, power_of_two
+from coec.methods.objective import OutputProblem
 from coec.types import KeptSet
 
 _FIXED = 1.0

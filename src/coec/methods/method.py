@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import create_model
 
-from coec.compensation.closed_form import bias, least_squares, none, rcpu, ridge_to_slice
-from coec.compensation.coec import coec
-from coec.config.options import CoecOptions, Options, RidgeOptions
+from coec.config.recipe import CoecOptions, Options, RidgeOptions
 from coec.config.settings import without_effect
 from coec.errors import OptionError, did_you_mean
+from coec.methods.closed_form import bias, least_squares, none, rcpu, ridge_to_slice
+from coec.methods.coec import coec
 from coec.types import SiteProblem, SiteResult
 
 PARTS = frozenset({"value"})

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coec.compensation.methods import COMPENSATIONS, Method
-from coec.compensation.objective import above, kept_columns, relative_errors
 from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.spd import power_of_two, semidefinite
+from coec.methods.method import COMPENSATIONS, Method
+from coec.methods.objective import above, kept_columns, relative_errors
 from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
 __all__ = ["COMPENSATIONS", "Method", "compensate", "relative_errors"]

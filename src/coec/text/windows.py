@@ -13,8 +13,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coec.calibration.sources import Documents, is_named, mixture, read_parts
-from coec.calibration.tokens import (
+from coec.errors import CalibrationError, OptionError
+from coec.events import Progress
+from coec.models.dense import Dense
+from coec.models.files import JsonDict, sha256
+from coec.text.sources import Documents, is_named, mixture, read_parts
+from coec.text.tokens import (
     PIECE,
     Extent,
     Stream,
@@ -24,10 +28,6 @@ from coec.calibration.tokens import (
     read_stream,
     token_ids,
 )
-from coec.errors import CalibrationError, OptionError
-from coec.events import Progress
-from coec.models.dense import Dense
-from coec.models.files import JsonDict, sha256
 
 DEFAULT_SEQ_LEN = 2048
 """Tokens of a calibration window, if the model has so many positions."""

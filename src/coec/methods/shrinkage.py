@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from coec.compensation.objective import kept_columns, relative_errors
+from coec.methods.objective import kept_columns, relative_errors
 from coec.types import Gram, KeptSet, SiteResult
 
 FEW = 8

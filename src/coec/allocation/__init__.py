@@ -1,1 +1,0 @@
-"""How many units every site keeps (METHODS §10)."""

@@ -1,1 +1,0 @@
-"""Reconstruction: a block trained towards given outputs (METHODS §8)."""
