@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from operator import call
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -121,7 +122,7 @@ def leading(context: AbstractContextManager[Value]) -> Iterator[Value | None]:
 def each(works: Sequence[Callable[[], Value]]) -> list[Value]:
     """Return what each of the works computes, process n doing the n-th; on every process."""
     if size() == 1:
-        return [work() for work in works]
+        return list(map(call, works))
     done = [_on_cpu(works[rank()]())] if rank() < len(works) else [None]
     return [value for [value] in _all(done)][: len(works)]
 

@@ -36,8 +36,12 @@ def plan(model: str | Path | Description, **settings: Any) -> Plan:
         CoecError: the model or a setting cannot be used.
     """
     recipe, described = Recipe(**settings), Description.read(model)
-    kept = KeptUnits.named(recipe.kept, None if isinstance(model, Description) else model)
-    return Plan.of(described, recipe, kept)
+    return Plan.of(described, recipe, _kept(recipe, model))
+
+
+def _kept(recipe: Recipe, model: str | Path | Description) -> KeptUnits | None:
+    """Return the units that a recipe names; a model that another program pruned is matched."""
+    return None if recipe.kept is None else KeptUnits.named(recipe.kept, model)
 
 
 def prune(
@@ -79,7 +83,7 @@ def prune(
         dense = Dense.open(model)
         parallel.agree({"model": dense.fingerprint, **versions()})
         parallel.lead(check_output, out, dense.folder, force or unfinished(out))
-        plan = placed(Plan.of(dense, recipe, KeptUnits.named(recipe.kept, dense)))
+        plan = placed(Plan.of(dense, recipe, _kept(recipe, dense)))
         dense = dense.counted_in("heads" if plan.model.layout.kinds[0].groups else "groups")
         text = CalibrationText.read(dense, recipe, progress)
         with Checkpoint.open(
@@ -88,7 +92,7 @@ def prune(
             if checkpoint.finished:
                 return checkpoint.finished
             # Windows → blocks that stay → widths of every block
-            windows = text.split(checkpoint.once("windows", partial(text.made, plan, progress)))
+            windows = text.windows(plan, checkpoint.once, progress)
             if recipe.drop_blocks:
                 choose = partial(choose_blocks, plan, dense, windows.fit, progress)
                 chosen, _ = checkpoint.once("blocks left out", choose)

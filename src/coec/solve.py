@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from coec import parallel
-from coec.config.recipe import Recipe
 from coec.config.settings import nth_seed
 from coec.devices import hand_back
 from coec.errors import NumericalError, OptionError
@@ -31,7 +30,7 @@ from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cast, cut_block, value_rows, without_experts
 from coec.planning.plan import Plan
 from coec.streams.streams import BlockSums, ConsumerSums, Streams
-from coec.types import Gram, KeptSet, SiteProblem, SiteResult
+from coec.types import Gram, KeptSet, SiteResult
 
 RATE, PREDICTION_PASSES, GENTLER = 0.01, 2, 0.1
 """Learning rate of a block's training, relative to the size of a matrix; passes in which the last
@@ -177,15 +176,20 @@ def solve_site(
         if site.routed:
             facts["tokens"] = gram.tokens
         result = None
-        # Nothing is removed and the inputs are the dense model's: the tensors stay bit for bit.
-        if not units.everything or target is not None:
-            kept = site.kept_columns(units)
+        kept = site.kept_columns(units)
+        kept = KeptSet(kept.indices.to(gram.x.device), kept.size)
+        if not gram.tokens:  # of no tokens there is no error
+            record(UNSEEN)
+            result = _with_errors(compensate(weight, gram, kept, method="none"), None, None)
+        # If nothing is removed and the inputs are the dense model's, tensors stay bit for bit.
+        elif not units.everything or target is not None:
             values = value_rows(tensors, site, units) if "value" in plan.method.needs else None
-            result = _compensated(
-                SiteProblem(weight.to(gram.x), gram, kept, values, target, plan.solve),
-                plan.recipe, written or plan.written,
+            result = compensate(
+                weight, gram, kept, method=plan.recipe.compensation, value_weight=values,
+                target=target, solve_dtype=plan.solve, **plan.recipe.options,
             )  # fmt: skip
-            facts |= result.diagnostics
+            result = _as_written(result, weight.to(gram.x), gram, kept, target, plan, written)
+        facts |= {} if result is None else result.diagnostics
     events = list(dict.fromkeys([*events, *facts.get("events", [])]))
     row = _row(site, len(units.indices), facts | {"events": events}, time.perf_counter() - began)
     try:
@@ -197,34 +201,33 @@ def solve_site(
     return Cut(site, units, result), row
 
 
-def _compensated(problem: SiteProblem, recipe: Recipe, written: torch.dtype) -> SiteResult:
-    """Return the compensated consumer, with the errors of the weight as it is written.
+def _as_written(
+    result: SiteResult,
+    weight: Tensor,
+    gram: Gram,
+    kept: KeptSet,
+    target: Tensor | None,
+    plan: Plan,
+    written: torch.dtype | None,
+) -> SiteResult:
+    """Return a compensation with the slice's and its own error, both in the output dtype.
 
-    The slice replaces a named method whose error lies above the slice's then.
+    The slice replaces a named method whose error lies above the slice's.
     """
-    weight, gram, kept = problem.weight, problem.gram, problem.kept
-    if not gram.tokens:  # of no tokens there is no error
-        record(UNSEEN)
-        result = compensate(weight, gram, kept, method="none")
-        return _with_errors(result, None, None)
-    result = compensate(
-        weight, gram, kept, method=recipe.compensation, value_weight=problem.value,
-        target=problem.target, solve_dtype=problem.solve_dtype, **recipe.options,
-    )  # fmt: skip
+    dtype = written or plan.written
 
     def rounded(tensor: Tensor) -> Tensor:
-        return tensor.to(written).to(weight)
+        return tensor.to(dtype).to(weight)
 
     W = rounded(result.weight)
     if not torch.isfinite(W).all():  # refused where it is cast
         return result
     bias = None if result.bias is None else rounded(result.bias)
-    kept = KeptSet(kept.indices.to(gram.x.device), kept.size)
-    before, after = relative_errors(
-        rounded(weight), gram, kept, SiteResult(W, bias), target=problem.aim
-    )
-    if isinstance(recipe.compensation, str) and above(after, before, torch.float64):
-        record(f"the relative error lies above the slice's once it is {written}: slice kept")
+    aim = weight if target is None else target
+    before, after = relative_errors(rounded(weight), gram, kept, SiteResult(W, bias), target=aim)
+    named = isinstance(plan.recipe.compensation, str)
+    if named and above(after, before, torch.float64):
+        record(f"the relative error lies above the slice's once it is {dtype}: slice kept")
         result = replace(result, weight=kept_columns(weight, kept), bias=None)
         after = before
     return _with_errors(result, before, after)

@@ -11,7 +11,6 @@ import os
 import shlex
 import sys
 
-from coec import ending
 from coec.cli import signals
 
 _ENDED = tuple(128 + number for number in signals.END_SIGNALS)
@@ -31,7 +30,7 @@ def main() -> None:
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         _say_ended(error)
-        _leave(ending.INTERRUPTED)
+        _leave(signals.INTERRUPTED)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         _leave(1)
     except OSError as error:
@@ -68,11 +67,11 @@ def _end_by_signal(error: BaseException) -> None:
 
     What was finished all the same is no failure.
     """
-    asked = error.code if isinstance(error, SystemExit) else ending.status()
+    asked = error.code if isinstance(error, SystemExit) else signals.status()
     if not asked:
         return
-    status = ending.status() or asked
-    if status == ending.INTERRUPTED:
+    status = signals.status() or asked
+    if status == signals.INTERRUPTED:
         raise KeyboardInterrupt from error
     if status in _ENDED:
         _say_ended(error)

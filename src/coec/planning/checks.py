@@ -105,8 +105,8 @@ def _rehearse(recipe: Recipe) -> None:
         json.dumps([recipe.options, result.diagnostics], allow_nan=False)
     except (TypeError, ValueError) as error:
         raise OptionError(
-            f"{' or '.join(recipe.own_functions)} fails on a small problem: {error}; a selection is "
-            "(weight, gram) -> scores, with units, keep and seed by keyword if it declares them; "
+            f"{' or '.join(recipe.own_functions)} fails on a small problem: {error}; a selection "
+            "is (weight, gram) -> scores, with units, keep and seed by keyword if it declares them; "
             "options and diagnostics are ready for JSON"
         ) from error
     if not isinstance(scores, torch.Tensor) or scores.shape != (8,):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
+from coec.models.description import Description
 from coec.models.files import JsonDict, parse_json
 from coec.models.folder import REPORT
 from coec.models.layout import BlockLayout, Layout, Site
@@ -55,13 +56,13 @@ class KeptUnits:
     dropped: tuple[int, ...] = ()
 
     @classmethod
-    def named(cls, kept: Any, dense: Dense | str | Path | None = None) -> "KeptUnits | None":
+    def named(cls, kept: Any, dense: Description | str | Path | None = None) -> "KeptUnits | None":
         """Return the units that the setting `kept` names; None if it names none.
 
         A folder that another program pruned is matched with the dense model.
         """
         foreign = isinstance(kept, str) and isdir(kept) and not (Path(kept) / KEPT).exists()
-        if foreign and dense is not None:
+        if foreign and isinstance(dense, str | Path | Dense):
             return infer_kept(dense, kept)
         return None if kept is None else cls.read(kept)
 

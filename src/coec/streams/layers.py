@@ -192,7 +192,7 @@ class Layers:
         return (state.to(self._device) for state in states)
 
     @cached_property
-    def _copies(self) -> Copies | None:
+    def _copies(self) -> "Copies | None":
         """None unless hidden states wait on the host beside a GPU."""
         beside = self._device.type == "cuda" and self._home.type == "cpu"
         return Copies(self._device) if beside else None

@@ -5,7 +5,7 @@ is its choice whether windows begin with the tokenizer's start.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from coec import parallel
 from coec.config.recipe import Recipe
 from coec.config.settings import nth_seed
 from coec.devices import hand_back
@@ -112,25 +113,27 @@ class CalibrationText:
             "tokenizer": tokenizer_digest(self.dense.folder),
         }
 
-    def made(self, plan: Plan, progress: Progress | None) -> tuple[dict[str, Tensor], JsonDict]:
-        """Return the windows, `input_ids`, and their record."""
-        windows = self._windows(plan, progress)
-        hand_back()  # what a text took, or the whole model
-        return {"input_ids": windows.ids}, windows.record()
+    def windows(
+        self, plan: Plan, once: Callable[..., tuple[Any, JsonDict]], progress: Progress | None
+    ) -> CalibrationWindows:
+        """Return the windows; if the model writes or chooses them, `once` keeps them."""
+        if len(self.drawn) == 1:
+            windows = self.drawn[0]
+        else:
 
-    def split(self, made: tuple[Any, JsonDict]) -> CalibrationWindows:
-        """Return what `made` returned, now or in an earlier run, as windows of both kinds."""
-        tensors, record = made
-        windows = Windows.of_record(tensors["input_ids"], record)
+            def make() -> tuple[dict[str, Tensor], JsonDict]:
+                made = parallel.lead(self._chosen if self.drawn else self._sampled, plan, progress)
+                return {"input_ids": made.ids}, made.record()
+
+            tensors, record = once("windows", make)
+            windows = Windows.of_record(tensors["input_ids"], record)
+        hand_back()  # what a text took, or the whole model
         fit, validation = split_windows(windows, self.recipe.holdout, self.recipe.seed)
         account = windows.record()
         return CalibrationWindows(fit, validation, account | {"notes": text_notes(account)})
 
-    def _windows(self, plan: Plan, progress: Progress | None) -> Windows:
-        if not self.drawn:
-            return self._sampled(plan, progress)
-        if len(self.drawn) == 1:
-            return self.drawn[0]
+    def _chosen(self, plan: Plan, progress: Progress | None) -> Windows:
+        """Choose between windows with the tokenizer's start and without, by the dense model."""
         plain, begun = self.drawn
         on, off = start_entropies(self.dense, begun.ids, self.start, plan, progress)
         if not (math.isfinite(on) and math.isfinite(off)):
