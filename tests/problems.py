@@ -6,7 +6,7 @@ import torch
 
 from coec.methods.coec import coec
 from coec.linalg.alignment import Alignment
-from coec.settings import CoecOptions
+from coec.config.recipe import CoecOptions
 from coec.types import Gram, KeptSet, SiteProblem
 
 KINDS = (

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import coec
-from coec.pipeline import prune as pruning
+from coec import pruning
 from problems import failing
 
 CONTRACT = {
@@ -34,9 +34,9 @@ def prunes(**settings):
 
 def interrupt(monkeypatch, prune, *arguments, **settings):
     """Prunes until the first block is finished."""
-    interrupted = failing(pruning.solve_block, KeyboardInterrupt(), 2)
+    interrupted = failing(pruning.solve, KeyboardInterrupt(), 2)
     with monkeypatch.context() as patch:
-        patch.setattr(pruning, "solve_block", interrupted)
+        patch.setattr(pruning, "solve", interrupted)
         with pytest.raises(KeyboardInterrupt):
             prune(*arguments, **settings)
 

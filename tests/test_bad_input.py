@@ -15,8 +15,8 @@ from coec import Gram
 from coec.errors import CalibrationError, CoecError, ModelError, OutputError
 from coec.execution import output as output_module
 from coec.models.matching import RawCheckpoint
-from coec.pipeline import prune as pruning
-from coec.pipeline import write as writing
+from coec import pruning
+from coec.checkpoint import checkpoint as writing
 from coec.config.recipe import Recipe
 from coec.streaming import passes as measure
 from outcomes import WORK, one_line, raising

@@ -3,7 +3,7 @@
 import pytest
 
 from coec.cli.progress import ProgressLines
-from coec.pipeline import prune as pruning
+from coec import pruning
 from outcomes import succeeded
 from problems import failing
 

@@ -19,8 +19,8 @@ from coec.errors import OptionError, OutputError
 from coec.models import dense as dense_module
 from coec.models import description
 from coec.models.dense import Dense
-from coec.pipeline import prune as pruning
-from coec.pipeline import write as writing
+from coec import pruning
+from coec.checkpoint import checkpoint as writing
 from coec.config.recipe import Recipe
 from coec.streaming import passes as measure
 from coec.types import SiteResult

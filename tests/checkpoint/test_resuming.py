@@ -15,8 +15,8 @@ from coec import devices
 from coec.errors import ModelError, OptionError, UnfinishedError
 from coec.checkpoint.journal import Journal
 from coec.models import dense as module
-from coec.pipeline import prune as pruning
-from coec.pipeline import write as writing
+from coec import pruning
+from coec.checkpoint import checkpoint as writing
 from coec.types import SiteResult
 from prunings import content, interrupt
 

@@ -12,7 +12,7 @@ from coec.methods.frame import Anchor, Frame, RotationTarget
 from coec.methods.objective import OutputProblem
 from coec.errors import OptionError
 from coec.linalg.decompose import svd
-from coec.settings import CoecOptions
+from coec.config.recipe import CoecOptions
 from coec.types import KeptSet
 from problems import attention, case, descended
 from tolerances import CLOSED_FORM

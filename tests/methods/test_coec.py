@@ -16,7 +16,7 @@ from coec.methods.frame import Frame
 from coec.methods.objective import OutputProblem
 from coec.errors import NumericalError
 from coec.events import recording
-from coec.settings import CoecOptions
+from coec.config.recipe import CoecOptions
 from coec.types import Convergence, Gram, KeptSet, SiteProblem
 from outcomes import raising
 from problems import attention, case, descended, failing

@@ -13,7 +13,7 @@ from coec.methods.objective import OutputProblem, kept_columns
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import global_scale
 from coec.methods.selection import SELECTIONS
-from coec.settings import CoecOptions
+from coec.config.recipe import CoecOptions
 from coec.types import Gram, KeptSet
 from places import SHARED
 from tolerances import CLOSED_FORM, SOLVER

@@ -15,7 +15,7 @@ from coec.errors import ModelError, OptionError
 from coec.models.description import Description
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Shape
-from coec.planning import Plan
+from coec.planning.plan import Plan
 from coec.config.recipe import Recipe
 
 

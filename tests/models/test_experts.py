@@ -13,7 +13,7 @@ from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.surgery import routed_inputs, unstacked, without_experts
-from coec.planning import Plan
+from coec.planning.plan import Plan
 from coec.config.recipe import Recipe
 from coec.types import KeptSet
 

@@ -15,7 +15,7 @@ from coec.models.folder import read_config
 from coec.models.formats import LOADERS, TARGETS, YES, Traits, choose_format, slides
 from coec.models.layout import QUANTISED_COLUMNS, Shape, split_over
 from coec.models.non_uniform import NAS
-from coec.planning import Plan
+from coec.planning.plan import Plan
 from coec.config.recipe import Recipe
 from paper_models import LLAMA_70B
 

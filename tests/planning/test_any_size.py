@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 RUN = """
 import json, resource, sys, threading
 import coec, coec.pruning
-from coec.pipeline import write as writing
+from coec.checkpoint import checkpoint as writing
 from coec.planning import memory
 
 def data(name):

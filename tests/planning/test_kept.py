@@ -14,7 +14,7 @@ import tiny_models as tm
 from coec.planning.kept import KEPT, KeptUnits
 from coec.errors import OptionError, UnfinishedError
 from coec.pipeline import solve as solving
-from coec.planning import Plan
+from coec.planning.plan import Plan
 from coec.config.recipe import Recipe
 from prunings import interrupt
 

@@ -10,7 +10,7 @@ from coec.errors import OptionError
 from coec.models.description import Description
 from coec.models.formats import stand_in
 from coec.models.layout import QUANTISED_COLUMNS
-from coec.planning import Plan
+from coec.planning.plan import Plan
 from coec.config.recipe import Recipe
 from coec.methods.selection import kept_count
 from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B

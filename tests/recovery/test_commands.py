@@ -15,7 +15,7 @@ from coec.config.recovery import Recovery
 from coec.errors import OptionError, UnfinishedError
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.pipeline import prune as pruning
+from coec import pruning
 from coec.checkpoint.report import Report
 from coec.recovery import prune_and_recover, session
 from coec.recovery.job import Job

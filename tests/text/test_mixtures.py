@@ -10,7 +10,7 @@ from coec.text.windows import by_source, source_digest
 from coec.errors import CalibrationError
 from coec.models.dense import Dense
 from coec.settings import Calibration, Runtime
-from coec.settings.fields import nth_seed
+from coec.config.settings import nth_seed
 from coec.streams.windows import check_calibrations, window_maker
 from outcomes import one_line, succeeded
 

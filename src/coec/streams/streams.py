@@ -443,7 +443,7 @@ def _weights_of(squares: Sequence[Float[Tensor, "n length"]]) -> tuple[float, fl
     floor = _LEAST_SQUARE * float(torch.cat([batch.flatten() for batch in squares]).median())
     floor = floor or 1.0  # if half of the states are 0
     sums = [(1 / batch.clamp_min(floor)).sum(dtype=torch.float64) for batch in squares]
-    return floor, math.fsum(map(float, sums)) / sum(batch.numel() for batch in squares)
+    return floor, math.fsum(torch.stack(sums).tolist()) / sum(batch.numel() for batch in squares)
 
 
 def _mean_squares(state: State) -> Float[Tensor, "n length"]:
