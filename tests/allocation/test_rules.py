@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import problems
-from coec.allocation.rules import error_saved, standardised
+from coec.allocation.by_importance import error_saved, standardised
 from coec.selection.elimination import DAMPING, RIDGE, removal_path
 from coec.types import Gram
 

@@ -264,7 +264,7 @@ def test_modes_that_hold_nothing_do_no_harm(kind, dtype, monkeypatch):
 
 
 def test_a_round_that_breaks_down_costs_only_itself(monkeypatch):
-    W, gram, kept = case(8, 14, 9)
+    W, gram, kept = case(8, 14, 7)
     whole = descended(W, gram, kept, rounds=1)
     flaky = failing(descent_module.conjugate, NumericalError("no decomposition"), 2)
     monkeypatch.setattr(descent_module, "conjugate", flaky)

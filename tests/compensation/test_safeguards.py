@@ -6,11 +6,13 @@ import torch
 import coec
 import problems
 from coec.compensation import COMPENSATIONS
+from coec.compensation.closed_form import least_squares
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.linalg import conjugate as conjugate_module
 from coec.linalg.spd import noise, root, solve_right
-from coec.types import Gram, GramSum
+from coec.settings import RidgeOptions
+from coec.types import Gram, GramSum, KeptSet, SiteProblem
 from problems import case, descended
 
 # fallbacks
@@ -110,7 +112,8 @@ def test_channels_of_ordinary_size_are_no_noise_beside_huge_ones():
 def test_without_a_ridge_the_solution_has_minimum_norm():
     X, gram = few_tokens()
     W, kept = problems.weight(8, X.shape[1]), problems.kept(X.shape[1], 80)
-    got = coec.compensate(W, gram, kept, method="least-squares", ridge=0.0).weight
+    problem = SiteProblem(W, gram, KeptSet(kept, X.shape[1]))
+    got = least_squares(problem, RidgeOptions(ridge=0.0)).weight
     exact = W @ X.double().T @ torch.linalg.pinv(X.double()[:, kept].T)
     assert float((got - exact).norm() / exact.norm()) < 1e-3
     blind = solve_right(W @ gram.xx[:, kept], gram.xx[kept][:, kept], 0.0)

@@ -50,7 +50,7 @@ class Problem:
         assert min(*diagnostics.get("errors_per_round", []), diagnostics["error_after"], 0) > -1e-5
 
 
-def problem(large=1e3, power=0.5, tokens=4, aligned=False, compensated=True):
+def problem(large=1e3, power=0.5, tokens=6, aligned=False, compensated=True):
     """Two channels much larger than the others, their weights as much smaller, as in models."""
     generator = torch.Generator().manual_seed(7)
 
@@ -142,7 +142,11 @@ def test_errors_are_those_of_the_weight_that_is_returned():
 
 def test_a_named_method_above_the_slice_gives_way_to_it(monkeypatch):
     """A ridge that overwhelms the fit leaves less than the slice; a user's function is taken."""
-    W, gram, kept = problems.weight(8, 20), problems.gram("white", 20), problems.kept(20, 18)
+    W, gram, kept = (
+        problems.weight(8, 20),
+        problems.gram("white", 20, tokens=150),
+        problems.kept(20, 18),
+    )
     result = coec.compensate(W, gram, kept, method="least-squares", ridge=100.0)
     assert torch.equal(result.weight, W[:, kept])
     said = "the relative error lies above the slice's"

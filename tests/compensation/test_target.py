@@ -18,7 +18,7 @@ class Case:
     """Inputs, outputs that are no product of the weight, and the target that stands for them."""
 
     def __init__(self, m=M, d=D, k=K, kind="white", seed=0):
-        self.X = problems.inputs(kind, d, seed=seed)
+        self.X = problems.inputs(kind, d, tokens=80, seed=seed)
         self.gram = Gram(self.X @ self.X.T, self.X.sum(dim=1), self.X.shape[1])
         self.weight, self.kept = problems.weight(m, d, seed), problems.kept(d, k, seed)
         noise = problems.weight(m, self.X.shape[1], seed + 50)

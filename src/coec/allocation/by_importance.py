@@ -1,6 +1,9 @@
-"""Widths of their own for every block: units stay where they are worth most (METHODS §10)."""
+"""Widths of their own for every block: rules, importances, and how units share (METHODS §10).
 
-from collections.abc import Mapping, Sequence
+A score ranks the units of one site; the importances here compare sites.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +13,105 @@ from torch import Tensor
 from coec.allocation.widths import Rounding, Widths, parameters
 from coec.models.description import Description
 from coec.models.layout import Site
+from coec.selection import flap, unit_scores
+from coec.selection.elimination import removal_path
+from coec.settings.parts import Allocation
+from coec.types import Gram, KeptSet
+
+Importance = Callable[[Tensor, Gram, int, int, int], tuple[Float[Tensor, " u"], KeptSet | None]]
+"""`(weight, gram, units, keep, ranges)` of a site that keeps so many units where all blocks are
+alike, as many of each range → the importance of every unit, that of the last one to be removed
+first; and the units that are left of a path of removals, where there is one."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Rule that shares the kept units among blocks.
+
+    Attributes:
+        importance: of one site's units; None where every block keeps the same fraction.
+        runs_models: True where what a site costs is measured by running pruned models over text.
+    """
+
+    importance: Importance | None = None
+    runs_models: bool = False
+
+
+def by_score(
+    weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int, ranges: int
+) -> tuple[Float[Tensor, " u"], None]:
+    """Return FLAP's standardised scores, by which sites are compared as they are."""
+    return standardised(weight, gram, units), None
+
+
+def by_error(
+    weight: Float[Tensor, "m d"], gram: Gram, units: int, keep: int, ranges: int
+) -> tuple[Float[Tensor, " u"], KeptSet]:
+    """Return by how much the error falls for each unit, and the units at the uniform width."""
+    # Gram → removals down to the last units → shape of the curve, and the units kept at `keep`
+    path = removal_path(weight, gram.xx, units, ranges, ranges=ranges)
+    gone = {unit for unit, _ in path[: units - keep]}
+    staying = torch.tensor([unit for unit in range(units) if unit not in gone])
+    return error_saved([cost for _, cost in path], keep, ranges), KeptSet(staying, units)
+
+
+ALLOCATIONS: dict[Allocation, Rule] = {
+    "uniform": Rule(),
+    "adaptive": Rule(by_score),
+    "error": Rule(by_error, runs_models=True),
+}
+
+
+def standardised(weight: Float[Tensor, "m d"], gram: Gram, units: int) -> Float[Tensor, " u"]:
+    """FLAP's scores of units, less their mean and over their deviation, highest first.
+
+    float64, on the CPU. All are 0 where the scores do not differ.
+
+    Source: FLAP's AL-AM (An et al. 2024).
+    """
+    # WIFV scores → deviations from their mean, over the unbiased standard deviation of the site
+    scores = unit_scores(flap(weight.to(gram.xx), gram), units).double().cpu()
+    deviations = scores - scores.mean()
+    spread = deviations.square().sum().div(max(units - 1, 1)).sqrt()
+    ranked = deviations.sort(descending=True).values
+    return ranked / spread if spread > 0 else torch.zeros_like(ranked)
+
+
+def error_saved(costs: Sequence[float], keep: int, last: int = 1) -> Float[Tensor, " u"]:
+    """Return by how much every unit that stays lowers the output error, the best unit first.
+
+    The unit is the error at the width `keep`; where that is 0, a unit is worth 0 too, or ∞ if its
+    own removal costs anything. Where a removal costs less than one before it, those between count
+    at their mean cost: the path is replaced by its convex hull. The last units, which always stay,
+    are worth ∞. float64, on the CPU.
+
+    Args:
+        costs: of every removal down to the last units, as `removal_path` returns them.
+        keep: how many units are left when the error is 1.
+        last: how many always stay.
+    """
+    # Costs in the order of removal → their convex hull → shares of the error at `keep` units
+    rising = torch.tensor(_rising(costs), dtype=torch.float64)
+    error = float(rising[: len(costs) + last - keep].sum())
+    # Over an error of 0 anything is ∞; 0 over it counts as 0.
+    # Removal order is worst unit first; reversed, the last unit to go is the best.
+    saved = (rising / error if error > 0 else torch.where(rising > 0, torch.inf, 0.0)).flip(0)
+    return torch.cat([torch.full((last,), torch.inf, dtype=torch.float64), saved])
+
+
+def _rising(costs: Sequence[float]) -> list[float]:
+    """The slopes of the convex hull below the sums of costs: isotonic regression, by pooling."""
+    runs: list[tuple[float, int]] = []
+    for cost in costs:
+        total, count = cost, 1
+        # Pool adjacent violators: a run whose mean is no less than the next one's joins it. The
+        # means are compared by products, so that nothing is divided.
+        while runs and runs[-1][0] * count >= total * runs[-1][1]:
+            before, number = runs.pop()
+            total, count = total + before, count + number
+        runs.append((total, count))
+    return [total / count for total, count in runs for _ in range(count)]
+
 
 Importances = Mapping[str, Float[Tensor, " units"]]
 """Importances of a site's units, by `Site.key`; first that of the unit which goes last."""

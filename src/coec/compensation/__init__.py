@@ -16,6 +16,7 @@ from torch import Tensor
 
 from coec.compensation.methods import COMPENSATIONS, Method
 from coec.compensation.objective import above, kept_columns, relative_errors
+from coec.compensation.shrinkage import FEW, drawn_back
 from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.spd import power_of_two, semidefinite
@@ -57,7 +58,8 @@ def compensate(
 
     Returns:
         SiteResult: weight m×k in the dtype of the statistics, bias (or None), diagnostics with the
-        untempered relative error before and after and every safeguard that fired.
+        untempered relative error before and after and every safeguard that fired. With fewer
+        than eight tokens for every kept column, results are drawn back to the slice.
 
     Raises:
         OptionError: an unknown method or option, one out of range, shapes that do not fit, or a
@@ -81,7 +83,7 @@ def compensate(
         if problem.nothing_to_compensate:
             result = SiteResult(problem.weight)
         else:
-            result = method(problem, chosen)
+            result = _drawn_back(problem, method(problem, chosen), method)
         if not torch.isfinite(result.weight).all():
             raise NumericalError("the compensated weight holds NaN or Inf")
         # 𝓛 of the slice and of W̃, untempered: a named method that loses to the slice gives way to
@@ -100,6 +102,16 @@ def compensate(
     errors = {"error_before": before, "error_after": after}
     diagnostics = {**errors, **result.diagnostics, "events": events}
     return _in_units(replace(result, diagnostics=diagnostics), units, gram.xx.dtype)
+
+
+def _drawn_back(problem: SiteProblem, result: SiteResult, method: Method) -> SiteResult:
+    """Return `W_K + θ (W̃ − W_K)` with `θ = min(1, N / 8k)`: few tokens tell little (METHODS §4)."""
+    share = problem.gram.tokens / (FEW * len(problem.kept.indices))
+    if share >= 1 or method.shrinks:
+        return result
+    record(f"few tokens: drawn back to the slice; {FEW} for every kept column are enough")
+    result = drawn_back(problem.weight, problem.kept, result, share)
+    return replace(result, diagnostics={**result.diagnostics, "followed": share})
 
 
 def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:

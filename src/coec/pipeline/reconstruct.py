@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from coec.calibration.windows import validation_count
+from coec.compensation.closed_form import solve_with_own_ridge
 from coec.compensation.shrinkage import few
 from coec.distributed.cluster import RETRIES, LostError, lost
 from coec.errors import NumericalError
 from coec.events import Progress, record, recording
 from coec.execution.journal import Journal
-from coec.linalg.spd import solve_right
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict
@@ -55,8 +55,6 @@ from coec.streaming.worker_group import Finished, WorkerGroup
 from coec.types import Gram, GramSum
 
 _Result = TypeVar("_Result")
-_TARGET_RIDGE = 1e-3
-"""Ridge of the least-squares map from inputs to targets, relative to the Gram's mean diagonal."""
 _GENTLER = 0.1
 """Share of the learning rate at which the last block is trained on predictions where the whole rate
 makes them worse."""
@@ -359,5 +357,5 @@ class BlockReconstruction:
         # Weights of tokens have mean 1 over the windows fitted on; in a Gram, over its own.
         if windows == "validation":
             residual *= gram.tokens / total_weight
-        change = share * solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
-        return gram, weight + change
+        change, _ = solve_with_own_ridge(residual, gram.xx, gram.tokens, gram.precision)
+        return gram, weight + share * change

@@ -11,8 +11,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from coec.allocation.by_importance import ALLOCATIONS, Rule
 from coec.allocation.kept import KeptUnits, named
-from coec.allocation.rules import ALLOCATIONS, Rule
 from coec.calibration.tokens import source_of
 from coec.compensation import Method, compensate
 from coec.compensation.methods import called
