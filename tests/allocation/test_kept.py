@@ -13,11 +13,7 @@ import coec
 import tiny_models as tm
 from coec.allocation.kept import KEPT, KeptUnits
 from coec.errors import OptionError, UnfinishedError
-from coec.experiments.grid import expand
-from coec.experiments.sweep import sweep
 from coec.pipeline import solve as solving
-from coec.planning import Plan
-from coec.planning.recipe import Recipe
 from prunings import interrupt
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
@@ -74,25 +70,6 @@ def test_our_own_units_give_our_own_model_and_nothing_is_selected(
     assert "- selection: given;" in card
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sparsity", [0.3, 0.1])
-def test_and_so_does_best_which_then_tries_no_candidates(sparsity, dense, tokens, tmp_path):
-    how = {**BRIEF, "calibration": tokens, "samples": 24, "seq_len": 32}
-    first = coec.prune(dense, tmp_path / "one", sparsity=sparsity, **how)
-    again = coec.prune(dense, tmp_path / "two", sparsity=sparsity, kept=tmp_path / "one", **how)
-    assert written(tmp_path / "one") == written(tmp_path / "two")
-    assert first.reconstruction["kv_groups"] in ("uniform", "all")
-    assert again.reconstruction["kv_groups"] == "kept"
-    assert again.reconstruction["candidates"] == {}
-    assert again.reconstruction["kl"] == first.reconstruction["kl"]
-
-
-def test_statistics_serve_kept_units(dense, tokens, ours, tmp_path):
-    statistics = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
-    coec.prune(dense, tmp_path / "out", statistics=statistics, kept=ours, preset="paper")
-    assert written(tmp_path / "out") == written(ours)
-
-
 @pytest.mark.parametrize("suffix", ["safetensors", "json", "mapping", "numpy"])
 def test_units_in_any_order_and_any_form_are_the_same(suffix, dense, tokens, tmp_path):
     units = of_all()
@@ -128,40 +105,6 @@ def test_the_plan_shows_the_widths_and_never_asks_sparsity(dense, run, tmp_path)
     assert shown["widths"]["mlp"]["after"] == 27
     assert shown["widths"]["kv_groups"]["after"] == 3
     assert shown["kept"]["sites"] == 4
-
-
-@pytest.mark.parametrize(("kv_groups", "names"), [("held-out", ["kept"]), ("uniform", ["kept"])])
-def test_where_groups_are_named_there_is_nothing_to_choose(kv_groups, names, dense):
-    recipe = Recipe(kept={"layers.0.attention": [0, 1, 2]}, kv_groups=kv_groups, holdout=0.125)
-    plans = coec.Plan.candidates(coec.plan(dense).model, recipe)
-    assert list(plans) == names
-
-
-def test_whole_groups_may_be_named_as_well(dense):
-    """Then the MLP gives for them, as it does without."""
-    whole = {f"layers.{block}.attention": range(4) for block in range(2)}
-    plain = coec.plan(dense, kv_groups="all")
-    assert coec.plan(dense, kv_groups="all", kept=whole).widths == plain.widths
-
-
-@pytest.mark.parametrize(
-    ("kept", "match"),
-    [
-        (of_all(), "kv_groups = all keeps every KV group, 'mapping' 3 of 4 in layers.0.attention"),
-        ({f"layers.{n}.mlp": [0, 1] for n in range(2)}, "at the cost of other units, which "),
-    ],
-)
-def test_all_groups_and_units_that_say_otherwise(kept, match, dense):
-    with pytest.raises(OptionError, match=match):
-        coec.plan(dense, kept=kept, kv_groups="all")
-
-
-def test_validation_windows_do_not_choose_at_the_cost_of_units_that_are_named(dense):
-    kept = {f"layers.{n}.mlp": [*range(20)] for n in range(2)}
-    plan = coec.plan(dense, kept=kept, kv_groups="held-out", holdout=0.125)
-    assert list(Plan.candidates(plan.model, plan.recipe)) == ["uniform"]
-    said = "kv_groups = all was not tried: kv_groups = all keeps KV groups"
-    assert plan.notes[0].startswith(said)
 
 
 BAD = {
@@ -212,12 +155,6 @@ def test_units_that_cannot_be_are_refused_before_any_work(name, dense, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_goes_anywhere(dense):
-    kept = {"layers.0.mlp": range(40)}
-    with pytest.raises(OptionError, match="every unit of .*, and removing 0.001 of .* takes none"):
-        coec.plan(dense, kept=kept, sparsity=0.001)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
@@ -241,11 +178,6 @@ def test_a_file_that_holds_none(name, content, why, dense, tmp_path):
         coec.plan(dense, kept=str(tmp_path / name))
 
 
-def test_a_folder_that_is_not_ours(dense):
-    with pytest.raises(OptionError, match="no coec/kept.safetensors in .*: it is no folder that"):
-        coec.plan(dense, kept=dense)
-
-
 def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeypatch):
     """Where it lies does not matter."""
     file, other = save_units(of_all(), tmp_path / "kept.json"), tmp_path / "moved.json"
@@ -258,29 +190,6 @@ def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeyp
     coec.prune(dense, tmp_path / "out", kept=other, **how)
     stored = load_file(tmp_path / "out" / KEPT)
     assert stored["layers.0.mlp"].tolist() == UNITS["mlp"]
-
-
-@pytest.mark.slow
-def test_a_grid_names_files_and_knows_them_by_their_content(dense, tokens, tmp_path, monkeypatch):
-    """A relative path is relative to where the command runs, as those of texts are."""
-    monkeypatch.chdir(tmp_path)
-    save_units(of_all(), tmp_path / "one.json")
-    save_units(of_all(mlp=[*range(27)]), tmp_path / "two.json")
-    (tmp_path / "grid.toml").write_text(
-        f'kept = ["one.json", "two.json"]\ncalibration = "{tokens}"\nsamples = 24\nseq-len = 32\n'
-        f'compensation = "none"\n[[models]]\npath = "{dense}"\n'
-        f'[evaluate]\ntext = "{tokens}"\nseq_len = 32\n'
-    )
-    cells = expand("grid.toml")
-    summary = sweep(cells, tmp_path / "rows")
-    rows = [json.loads(line) for line in (tmp_path / "rows/results.jsonl").open()]
-    assert summary.failed == 0
-    assert [row["settings"].get("kept") for row in rows] == [None, "one.json", "two.json"]
-    digests = [KeptUnits.read(name).digest for name in ("one.json", "two.json")]
-    assert [row["identity"]["kept units"] for row in rows] == [None, *digests]
-    shutil.copy("two.json", "one.json")
-    with pytest.raises(coec.CoecError, match="the kept units of 'model' is another one than"):
-        sweep(cells, tmp_path / "rows")
 
 
 def test_a_folder_says_what_its_units_are(dense, tokens, tmp_path):

@@ -21,7 +21,11 @@ def solved(method, tokens):
     W, gram, kept = problems.case(k=K)
     gram, method = replace(gram, tokens=tokens), coec.Method.of(method)
     problem = SiteProblem(W, gram, KeptSet(kept, W.shape[1]))
-    return coec.compensate(W, gram, kept, method=method), method(problem, method.chosen({})), problem
+    return (
+        coec.compensate(W, gram, kept, method=method),
+        method(problem, method.chosen({})),
+        problem,
+    )
 
 
 @pytest.mark.parametrize("method", DRAWN)
