@@ -103,7 +103,7 @@ def judge(model: str, shared: Path) -> tuple[Path, Callable[[Path], float]]:
     folder, _, test = TEXTS[model]
     states = model == "first-8"
     dense = first_blocks(8) if states else shared / "models" / model
-    size = Size(0, 512, windows=16) if states else Size(0, 256, windows=64)
+    size = Size(0, 512, windows=4) if states else Size(0, 256, windows=64)
     ids = evaluation_ids(dense, size, shared / "data" / folder / test)
     theirs = _outputs(dense, ids, states=states)
 

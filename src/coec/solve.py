@@ -15,9 +15,8 @@ from coec.config.settings import nth_seed
 from coec.devices import hand_back
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
-from coec.methods import compensate, relative_errors
+from coec.methods import compensate
 from coec.methods.block_training import Example, Training, relative_error, train_block
-from coec.methods.objective import above, kept_columns
 from coec.methods.selection import (
     SELECTIONS,
     column_scores,
@@ -30,7 +29,7 @@ from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, cast, cut_block, value_rows, without_experts
 from coec.planning.plan import Plan
 from coec.streams.streams import BlockSums, ConsumerSums, Streams
-from coec.types import Gram, KeptSet, SiteResult
+from coec.types import Gram, KeptSet
 
 RATE, PREDICTION_PASSES, GENTLER = 0.01, 2, 0.1
 """Learning rate of a block's training, relative to the size of a matrix; passes in which the last
@@ -177,18 +176,19 @@ def solve_site(
             facts["tokens"] = gram.tokens
         result = None
         kept = site.kept_columns(units)
-        kept = KeptSet(kept.indices.to(gram.x.device), kept.size)
         if not gram.tokens:  # of no tokens there is no error
             record(UNSEEN)
-            result = _with_errors(compensate(weight, gram, kept, method="none"), None, None)
+            result = compensate(weight, gram, kept, method="none")
+            unknown = {"error_before": None, "error_after": None}
+            result = replace(result, diagnostics={**result.diagnostics, **unknown})
         # If nothing is removed and the inputs are the dense model's, tensors stay bit for bit.
         elif not units.everything or target is not None:
             values = value_rows(tensors, site, units) if "value" in plan.method.needs else None
             result = compensate(
                 weight, gram, kept, method=plan.recipe.compensation, value_weight=values,
-                target=target, solve_dtype=plan.solve, **plan.recipe.options,
+                target=target, solve_dtype=plan.solve, written=written or plan.written,
+                **plan.recipe.options,
             )  # fmt: skip
-            result = _as_written(result, weight.to(gram.x), gram, kept, target, plan, written)
         facts |= {} if result is None else result.diagnostics
     events = list(dict.fromkeys([*events, *facts.get("events", [])]))
     row = _row(site, len(units.indices), facts | {"events": events}, time.perf_counter() - began)
@@ -199,43 +199,6 @@ def solve_site(
             f"the compensation has diagnostics for {site.consumer} that no report holds: {error}"
         ) from error
     return Cut(site, units, result), row
-
-
-def _as_written(
-    result: SiteResult,
-    weight: Tensor,
-    gram: Gram,
-    kept: KeptSet,
-    target: Tensor | None,
-    plan: Plan,
-    written: torch.dtype | None,
-) -> SiteResult:
-    """Return a compensation with the slice's and its own error, both in the output dtype.
-
-    The slice replaces a named method whose error lies above the slice's.
-    """
-    dtype = written or plan.written
-
-    def rounded(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype).to(weight)
-
-    W = rounded(result.weight)
-    if not torch.isfinite(W).all():  # refused where it is cast
-        return result
-    bias = None if result.bias is None else rounded(result.bias)
-    aim = weight if target is None else target
-    before, after = relative_errors(rounded(weight), gram, kept, SiteResult(W, bias), target=aim)
-    named = isinstance(plan.recipe.compensation, str)
-    if named and above(after, before, torch.float64):
-        record(f"the relative error lies above the slice's once it is {dtype}: slice kept")
-        result = replace(result, weight=kept_columns(weight, kept), bias=None)
-        after = before
-    return _with_errors(result, before, after)
-
-
-def _with_errors(result: SiteResult, before: float | None, after: float | None) -> SiteResult:
-    errors = {"error_before": before, "error_after": after}
-    return replace(result, diagnostics={**result.diagnostics, **errors})
 
 
 def _selected(site: Site, weight: Tensor, gram: Gram, plan: Plan) -> KeptSet:

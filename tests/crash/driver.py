@@ -158,7 +158,9 @@ def child(request: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     import coec.checkpoint.checkpoint
 
-    coec.checkpoint.checkpoint.MAX_SHARD = request.get("shard", coec.checkpoint.checkpoint.MAX_SHARD)
+    coec.checkpoint.checkpoint.MAX_SHARD = request.get(
+        "shard", coec.checkpoint.checkpoint.MAX_SHARD
+    )
     keep, solved = coec.checkpoint.checkpoint.Checkpoint.keep, []
 
     def kept(checkpoint: Any, block: Any) -> None:

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import problems
-from coec.linalg.alignment import Alignment
-from coec.linalg.right import JointProblem
 
 B, K, ROWS = 6, 9, (4, 0, 2)
 
@@ -62,15 +60,3 @@ def test_planes_give_way_as_far_as_the_penalty_lets_them(r):
     got = alignment.resisted(R, softness, skew * softness)
     torch.testing.assert_close(got[i, j], expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(got, -got.T)
-
-
-def test_a_writer_of_nothing_resists_nothing():
-    """The value projection of a dead site is 0, and its frame empty."""
-    alignment, R = aligned(1), frame()
-    empty = Alignment(alignment.writer[:, :0], torch.zeros(0, 0).double(), alignment.rows, 5.0)
-    X, inverse = problems.weight(B, K), torch.rand(B, K, dtype=torch.float64) + 0.1
-    assert empty.penalty(R) == 0.0
-    torch.testing.assert_close(empty.divided(R, inverse)(X.clone()), X * inverse)
-    s, mu = torch.rand(B).double() + 0.1, torch.rand(K).double() + 0.1
-    problem = JointProblem(s, mu, problems.weight(8, K), 10.0, problems.orthonormal(8, B), empty)
-    assert torch.isfinite(problem.slack(problem.at(R), problems.weight(B, B))).all()

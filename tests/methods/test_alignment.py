@@ -7,11 +7,9 @@ import torch
 
 import coec
 import problems
-from coec.methods import frame as module
 from coec.methods.frame import Anchor, Frame, RotationTarget
 from coec.methods.objective import OutputProblem
 from coec.errors import OptionError
-from coec.linalg.decompose import svd
 from coec.config.recipe import CoecOptions
 from coec.types import KeptSet
 from problems import attention, case, descended
@@ -50,26 +48,6 @@ def test_the_penalty_is_on_the_leading_directions_of_what_is_returned(seed):
     assert after <= objective(W[:, kept])[1] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("smallest", "decomposed"), [(1e-2, 0), (1e-5, 1)])
-def test_leading_frames_of_repeated_rows_are_those_of_an_svd(smallest, decomposed, monkeypatch):
-    """Query heads of a group have the same values: the matrix is singular, its leading frame not.
-
-    Where a singular value is small beside the largest, its square has too few digits.
-    """
-    rows = problems.weight(4, 10)
-    U, s, Vt = torch.linalg.svd(rows, full_matrices=False)
-    s[1:] = s[0] * torch.tensor([0.5, smallest, 0.1 * smallest])
-    value, calls = ((U * s) @ Vt).repeat_interleave(2, dim=0), []
-    monkeypatch.setattr(module, "svd", lambda A: calls.append(1) or svd(A))
-    frame = module._leading_left(value, 3)
-    expected = torch.linalg.svd(value)[0][:, :3]
-    torch.testing.assert_close(frame @ frame.T, expected @ expected.T, rtol=0, atol=1e-10)
-    assert len(calls) == decomposed
-    assert module._leading_left(value[:, :1], 3).shape == (8, 1)
-    huge = module._leading_left(1e200 * value, 3)
-    torch.testing.assert_close(huge @ huge.T, frame @ frame.T, rtol=0, atol=1e-10)
-
-
 def test_without_weight_there_is_no_alignment():
     W, gram, kept, value = attention()
     plain = coec.compensate(W, gram, kept)
@@ -106,15 +84,6 @@ def test_value_rows_must_match_the_kept_columns():
         Anchor.of(W, value[:-1], KeptSet(kept, 12), CoecOptions(lambda_a=1.0, r_p=3))
 
 
-def test_the_penalty_before_is_that_of_the_slice():
-    """On the slice's own leading directions, not on those that lead after the first rescale."""
-    W, gram, kept = case(24, 36, 24)
-    value = problems.weight(24, 9, 70)
-    result = coec.compensate(W, gram, kept, value_weight=value, r_p=5)
-    before = penalty(torch.linalg.svd(W[:, kept])[2][:5], W, kept, value)
-    assert result.diagnostics["alignment_before"] == pytest.approx(before, rel=1e-8)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_the_aligned_objective_falls_in_every_round(seed):
     W, gram, kept, value = attention(seed)
@@ -136,36 +105,3 @@ def test_rounding_of_equal_value_rows_does_not_move_the_weight():
     other = coec.compensate(W, gram, kept, value_weight=value + noise, r_p=16).weight
     # What is left comes from where a hundred steps happen to stop.
     assert float((one - other).norm() / one.norm()) < 2e-2
-
-
-@pytest.mark.slow
-def test_alignment_hardly_costs_steps():
-    """Its curvature is part of the preconditioner; without, it took four times as many."""
-    steps = {50.0: 0, 0.0: 0}
-    for seed in range(4):
-        W, gram, kept = case(48, 64, 48, seed=seed)
-        value = problems.weight(48, 16, seed + 70)
-        for weight in steps:
-            result = coec.compensate(W, gram, kept, value_weight=value, lambda_a=weight)
-            steps[weight] += sum(result.diagnostics["right_iterations"])
-    assert steps[50.0] <= 1.5 * steps[0.0]
-
-
-@pytest.mark.slow
-def test_an_error_that_alignment_raises_above_rcpu_is_said():
-    W, gram, kept, value = attention(seed=1)
-    said = "the relative error lies above RCPU's"
-    bare = coec.compensate(W, gram, kept, method="rcpu").diagnostics["error_after"]
-    for weight in (1.0, 1e6):
-        found = coec.compensate(W, gram, kept, value_weight=value, lambda_a=weight, r_p=3)
-        assert (said in found.diagnostics["events"]) == (weight > 1)
-        assert (found.diagnostics["error_after"] > bare) == (weight > 1)
-
-
-def test_a_wide_writer_and_a_vanishing_weight_are_left_out_of_the_preconditioner():
-    """Its core has r_p² columns; with a penalty of nothing there is nothing to know."""
-    W, gram, kept = case(48, 64, 48)
-    value = problems.weight(48, 40, 70)
-    wide = descended(W, gram, kept, value, r_p=40, rounds=1)
-    assert wide.diagnostics["alignment_after"] < wide.diagnostics["alignment_before"]
-    descended(W, gram, kept, value, lambda_a=1e-322, rounds=1)

@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from coec.errors import NumericalError
-from coec.reconstruction import block_training
 from coec.methods.block_training import (
-    STEP_TOKENS,
     Example,
     Training,
     relative_error,
-    step_tokens,
     train_block,
 )
 
@@ -58,26 +55,6 @@ def test_a_linear_map_is_found():
     assert len(found.fitted) == LONG["passes"] == len(found.errors) - 1
 
 
-def test_a_weight_that_is_nothing_stays_nothing():
-    """A bias that only the format demands: its rate follows its size."""
-
-    def with_bias(theta, states):
-        return linear(theta, states) + theta["b"]
-
-    start = {"W": random(H, H, seed=3), "b": torch.zeros(H)}
-    found = trained(examples(), block=with_bias, start=start)
-    assert found.taken
-    assert not found.theta["b"].any()
-    assert (found.theta["W"] != start["W"]).all()
-
-
-def test_what_is_0_has_the_error_1():
-    windows = examples()
-    windows[0].weights.mul_(3.0)
-    found = trained(windows, start={"W": torch.zeros(H, H)}, passes=1)
-    assert found.errors[0] == pytest.approx(1.0)
-
-
 def test_the_objective_is_the_weighed_error_of_the_targets():
     outputs, targets = random(3, 4, H, seed=5), random(3, 4, H, seed=1)
     weights = random(3, 4, seed=2).abs()
@@ -113,26 +90,11 @@ def test_validation_windows_choose_the_pass():
     assert again.errors[0] == found.errors[found.taken]
 
 
-def test_without_validation_windows_those_trained_on_choose():
-    windows = examples()
-    without, beside = trained(windows), trained(windows, windows)
-    assert without.errors == beside.errors
-    assert without.errors != trained(windows, examples(6, seed=7)).errors
-
-
 def test_a_seed_decides_the_order_of_the_windows_and_so_every_bit():
     one, same, other = (trained(examples(noise=0.5), seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one.theta["W"], same.theta["W"])
     assert one.record() == same.record()
     assert not torch.equal(one.theta["W"], other.theta["W"])
-
-
-def test_the_start_is_not_changed():
-    start = {"W": random(H, H, seed=3)}
-    before = start["W"].clone()
-    found = trained(examples(), start=start)
-    assert torch.equal(start["W"], before)
-    assert not found.theta["W"].requires_grad
 
 
 @pytest.mark.parametrize("c", [1 / 8, 64.0])
@@ -144,17 +106,6 @@ def test_the_rate_is_relative_to_the_size_of_a_matrix(c):
     other = trained(windows, block=two_layers, start={"A": c * A, "B": B / c})
     assert one.errors == pytest.approx(other.errors, rel=1e-4)
     assert one.fitted == pytest.approx(other.fitted, rel=1e-4)
-
-
-def test_a_token_of_weight_0_has_no_influence():
-    plain, spoilt = examples(), examples()
-    for window, other in zip(plain, spoilt, strict=True):
-        window.weights[::2] = other.weights[::2] = 0
-        other.targets[::2] += 1e3
-        other.inputs[::2] += 5
-    one, other = trained(plain), trained(spoilt)
-    assert one.record() == other.record()
-    torch.testing.assert_close(one.theta["W"], other.theta["W"], rtol=0, atol=1e-5)
 
 
 def test_weights_of_tokens_count():
@@ -178,47 +129,6 @@ def test_a_start_that_is_not_finite_is_said(where):
         trained(windows)
 
 
-def test_a_step_has_about_as_many_tokens_whatever_the_windows():
-    assert step_tokens(1) == step_tokens(64) == step_tokens(STEP_TOKENS) == STEP_TOKENS
-    assert step_tokens(STEP_TOKENS - 1) == STEP_TOKENS - 1
-    assert step_tokens(3 * STEP_TOKENS) == 3 * STEP_TOKENS
-    assert step_tokens(200) == 400
-
-
-@pytest.mark.parametrize(("length", "windows"), [(16, 4), (64, 1), (200, 1)])
-def test_windows_are_run_whole_as_many_as_a_step_holds(length, windows, monkeypatch):
-    monkeypatch.setattr(block_training, "STEP_TOKENS", 64)
-    shapes = []
-
-    def block(theta, states):
-        shapes.append((states.shape[:2], torch.is_grad_enabled()))
-        return linear(theta, states)
-
-    found = trained(examples(9, length=length), block=block, passes=2)
-    sizes = [min(windows, 9 - first) for first in range(0, 9, windows)]
-    steps = [(torch.Size([size, length]), True) for size in sizes]
-    measured = [(shape, False) for shape, _ in steps]
-    assert shapes == [*measured, *steps, *measured, *steps, *measured]
-    assert found.errors[-1] < found.errors[0]
-
-
-def test_every_window_is_run_once_in_a_pass(monkeypatch):
-    monkeypatch.setattr(block_training, "STEP_TOKENS", 2 * LENGTH)
-    windows, seen = examples(9), []
-    for number, window in enumerate(windows):
-        window.inputs[0, 0] = number
-
-    def block(theta, states):
-        if torch.is_grad_enabled():
-            seen.extend(states[:, 0, 0].int().tolist())
-        return linear(theta, states)
-
-    trained(windows, block=block, passes=2)
-    assert sorted(seen[:9]) == sorted(seen[9:]) == list(range(9))
-    assert seen[:9] != seen[9:]
-    assert seen[:9] != list(range(9))
-
-
 def test_what_is_measured_is_what_will_be_written():
     """A change too small for the output's digits is none."""
     start = {"W": random(H, H, seed=3).bfloat16().float()}
@@ -236,36 +146,6 @@ def test_what_is_measured_is_what_will_be_written():
         float(objective(linear({"W": rounded}, w.inputs), w.targets, w.weights)) for w in examples()
     )
     assert last.errors[last.taken] == pytest.approx(error / (48 * LENGTH), rel=1e-5)
-
-
-def test_another_objective_can_be_made_small():
-    """Here what counts is the first channel alone."""
-
-    def first_channel(outputs, targets, weights):
-        return ((outputs - targets)[..., 0].square() * weights).sum()
-
-    found = trained(examples(), objective=first_channel, **LONG)
-    assert found.errors[found.taken] < 1e-3 * found.errors[0]
-    expected = random(H, H, seed=99)
-    torch.testing.assert_close(found.theta["W"][0], expected[0], rtol=0, atol=0.05)
-    torch.testing.assert_close(found.theta["W"][1:], random(H, H, seed=3)[1:])
-
-
-def test_the_rate_rises_shortly_and_falls_to_nothing(monkeypatch):
-    rates, step = [], torch.optim.AdamW.step
-
-    def noted(self, *given):
-        rates.append(self.param_groups[0]["lr"])
-        return step(self, *given)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
-    start = {"W": torch.full((H, H), 2.0)}
-    trained(examples(), start=start, passes=10, rate=0.1)  # six steps in a pass
-    rise = torch.tensor(rates[:3])
-    torch.testing.assert_close(rise, 0.2 * torch.tensor([1 / 3, 2 / 3, 1.0]))
-    fall = torch.tensor(rates[3:]).diff()
-    torch.testing.assert_close(fall, torch.full((56,), -0.2 / 57))
-    assert rates[-1] == pytest.approx(0.2 / 57)
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -10,16 +10,12 @@ import coec
 import oracles
 import problems
 from coec.methods import descent as descent_module
-from coec.methods import frame as frame_module
-from coec.methods.coec import coec as method
-from coec.methods.frame import Frame
 from coec.methods.objective import OutputProblem
 from coec.errors import NumericalError
 from coec.events import recording
-from coec.config.recipe import CoecOptions
-from coec.types import Convergence, Gram, KeptSet, SiteProblem
+from coec.types import Convergence, Gram, KeptSet
 from outcomes import raising
-from problems import attention, case, descended, failing
+from problems import case, descended, failing
 from tolerances import CLOSED_FORM
 
 coec_module = import_module("coec.methods.coec")
@@ -47,17 +43,6 @@ def test_alpha_zero_is_the_slice_to_the_bit(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_white_inputs_leave_the_slice_without_the_short_cut(shape):
-    """G = I is what α = 0 means: the whole algorithm runs and finds nothing to gain."""
-    W, _, kept = case(*shape)
-    d = W.shape[1]
-    white = Gram(torch.eye(d, dtype=W.dtype), torch.zeros(d, dtype=W.dtype), 100)
-    result = coec.compensate(W, white, kept)
-    torch.testing.assert_close(result.weight, W[:, kept], rtol=0, atol=1e-9)
-    assert result.diagnostics["rounds"] == 1
-
-
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_no_round_raises_the_error(shape, solver):
     diagnostics = descended(*case(*shape), solver=solver, tol=0.0, rounds=15).diagnostics
@@ -81,15 +66,6 @@ def test_the_first_steps_are_the_literal_ones(shape):
     if min(len(W), len(kept)) % 2:  # an even number of modes has two medians
         torch.testing.assert_close(result.weight, expected, rtol=0, atol=CLOSED_FORM)
     assert problem.error(result.weight) == pytest.approx(problem.error(expected), rel=1e-2)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_singular_values_stay_in_their_band(shape):
-    W, gram, kept = case(*shape)
-    result = coec.compensate(W, gram, kept, kappa=1.0, rescale="gcv")
-    before = torch.linalg.svdvals(W[:, kept])
-    after = torch.linalg.svdvals(result.weight)
-    torch.testing.assert_close(after / after[0], before / before[0], rtol=0, atol=1e-9)
 
 
 def test_two_sides_are_better_than_either_and_than_rcpu():
@@ -121,31 +97,6 @@ def test_an_indefinite_gram_is_survived_and_said(alpha, solver):
         assert float(result.weight.norm()) < 2 * float(W.norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("lost", ["nothing", "something"])
-def test_rounding_is_no_event(dtype, lost):
-    """Where the slice is the optimum, rounding alone decides which error is the larger."""
-    for seed in range(12):
-        W, _, kept = case(kind="white", seed=seed)
-        X = problems.inputs("white", 10, seed=seed)
-        X[[j for j in range(10) if j not in kept]] = 0
-        G = X @ X.T if lost == "nothing" else torch.eye(10, dtype=X.dtype)
-        still = Gram(G.to(dtype), X.sum(dim=1).to(dtype), X.shape[1])
-        result = coec.compensate(W.to(dtype), still, kept)
-        again = [e for e in result.diagnostics["events"] if "solved in float64" in e]
-        assert result.diagnostics["events"] == again
-        assert len(again) == (dtype == torch.float32 and lost == "nothing")
-        eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(
-            result.weight, W[:, kept].to(dtype), rtol=0, atol=eps**0.5 * float(W.abs().max())
-        )
-
-
-def test_a_singular_left_problem_keeps_its_directions_and_says_so():
-    result = coec.compensate(*case(kind="rank one"))
-    assert any("polar factor of a singular matrix" in e for e in result.diagnostics["events"])
-
-
 @pytest.mark.parametrize(
     "why", ["the dense output is 0 on the calibration data", "every kept column is 0"]
 )
@@ -172,14 +123,6 @@ def test_a_descent_that_breaks_down_falls_back_to_rcpu(monkeypatch):
     assert result.diagnostics["reason"] == "fell back to rcpu"
 
 
-def test_when_rcpu_breaks_down_too_the_slice_stays(monkeypatch):
-    monkeypatch.setattr(Frame, "rotated_left", broken)
-    W, gram, kept = case()
-    result = coec.compensate(W, gram, kept, alpha=1.0)
-    assert torch.equal(result.weight, W[:, kept])
-    assert result.diagnostics["events"][-1] == "fell back to none"
-
-
 def test_a_right_solver_that_goes_astray_is_caught(monkeypatch):
     """A solver that returns a bad frame: the rounds say so, the answer falls back."""
     ended = Convergence(1, "astray")
@@ -188,34 +131,6 @@ def test_a_right_solver_that_goes_astray_is_caught(monkeypatch):
     result = coec.compensate(W, gram, kept, rotation="right")
     assert "a round raised the objective and was taken back" in result.diagnostics["events"]
     assert tempered_error(W, gram, kept, result.weight) <= tempered_error(W, gram, kept, W[:, kept])
-
-
-def test_a_left_factor_that_goes_astray_is_caught(monkeypatch):
-    real = frame_module.polar
-    monkeypatch.setattr(frame_module, "polar", lambda A, nearest=None: -real(A, nearest))
-    W, gram, kept = case()
-    result = coec.compensate(W, gram, kept, alpha=1.0)
-    assert "the descent ended above the slice" in result.diagnostics["events"]
-    assert result.diagnostics["events"][-1] == "fell back to none"
-    assert torch.equal(result.weight, W[:, kept])
-
-
-def test_a_decomposition_that_fails_is_replaced(monkeypatch):
-    W, gram, kept = case()
-    expected = coec.compensate(W, gram, kept)
-    flaky = failing(torch.linalg.svd, RuntimeError("gesdd did not converge"), 1)
-    monkeypatch.setattr(torch.linalg, "svd", flaky)
-    result = coec.compensate(W, gram, kept)
-    assert "gesdd failed" in result.diagnostics["events"][0]
-    torch.testing.assert_close(result.weight, expected.weight, rtol=0, atol=1e-6)
-
-
-def test_the_function_is_pure_and_can_be_called_by_itself():
-    W, gram, kept = case()
-    with recording() as events:
-        direct = method(SiteProblem(W, gram, KeptSet(kept, W.shape[1])), CoecOptions())
-    assert torch.equal(direct.weight, coec.compensate(W, gram, kept).weight)
-    assert events == []
 
 
 # weights that are not full rank
@@ -264,19 +179,10 @@ def test_modes_that_hold_nothing_do_no_harm(kind, dtype, monkeypatch):
 
 
 def test_a_round_that_breaks_down_costs_only_itself(monkeypatch):
-    W, gram, kept = case(8, 14, 9)
+    W, gram, kept = case(8, 14, 7)
     whole = descended(W, gram, kept, rounds=1)
     flaky = failing(descent_module.conjugate, NumericalError("no decomposition"), 2)
     monkeypatch.setattr(descent_module, "conjugate", flaky)
     result = coec.compensate(W, gram, kept)
     assert torch.equal(result.weight, whole.weight)
     assert "a round was abandoned: no decomposition" in result.diagnostics["events"]
-
-
-@pytest.mark.parametrize("aligned", [False, True])
-def test_a_first_round_that_breaks_down_is_the_reason_for_stopping(monkeypatch, aligned):
-    W, gram, kept, value = attention()
-    monkeypatch.setattr(descent_module, "conjugate", broken)
-    result = coec.compensate(W, gram, kept, value_weight=value if aligned else None)
-    assert result.diagnostics["rounds"] == 0
-    assert result.diagnostics["reason"] == "round abandoned"

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import coec
 import oracles
 import problems
-from coec.errors import NumericalError, OptionError
+from coec.errors import NumericalError
 from coec.events import recording
 from coec.methods.selection import SELECTIONS, elimination, keep_highest, unit_scores
 from coec.methods.elimination import obs, removal_path
@@ -60,16 +60,8 @@ def test_an_indefinite_gram_is_clamped_and_said_so():
     assert "indefinite Gram" in events[0]
 
 
-def test_independent_inputs_go_by_their_own_energy():
-    energy = torch.rand(20, dtype=torch.float64) + 0.5
-    W = problems.weight(6, 20)
-    ridge = 1e-3 * energy.mean()
-    cost = W.square().sum(dim=0) * (1.1 * energy + ridge)
-    assert removal_order(W, energy.diag(), 20, 1) == cost.argsort().tolist()[:-1]
-
-
 def test_one_of_a_duplicated_pair_goes_first_and_the_other_takes_its_place():
-    W, gram = problems.weight(6, 12), problems.gram("duplicated channels", 12)
+    W, gram = problems.weight(6, 12), problems.gram("duplicated channels", 12, tokens=100)
     gone = removal_order(W, gram.xx, 12, 11)
     assert gone[0] in (0, 11)
     left = torch.tensor([j for j in range(12) if j != gone[0]])
@@ -81,14 +73,6 @@ def test_one_of_a_duplicated_pair_goes_first_and_the_other_takes_its_place():
     assert {0, 11} <= set(keep_highest(SELECTIONS["wanda-sp"](W, gram), 2).indices.tolist())
 
 
-def test_dead_channels_go_first():
-    W, gram = problems.weight(6, 12), problems.gram("dead channels", 12)
-    assert set(removal_order(W, gram.xx, 12, 8)) == {0, 1, 2, 3}
-    # They cost λ‖W_j‖²: the smallest first.
-    norms = W[:, :4].norm(dim=0)
-    assert removal_order(W, gram.xx, 12, 8) == norms.argsort().tolist()
-
-
 def test_equal_costs_keep_the_lower_index():
     W = torch.ones(3, 8, dtype=torch.float64)
     eye = torch.eye(8, dtype=torch.float64)
@@ -96,42 +80,6 @@ def test_equal_costs_keep_the_lower_index():
     assert removal_order(W, eye, 4, 2) == [3, 2]
     # The same numbers up to rounding.
     assert removal_order(W, eye * (1 + 1e-14 * torch.rand(8).double()), 8, 3, 2) == [7, 6, 5, 4, 3]
-
-
-@pytest.mark.parametrize("units", [9, 3])
-def test_no_weight_and_no_inputs(units):
-    zero = torch.zeros(9, 9, dtype=torch.float64)
-    W, G = problems.weight(4, 9), problems.gram("power law", 9).xx
-    last_first = list(range(units))[:0:-1]
-    assert removal_order(torch.zeros_like(W), G, units, 1) == last_first
-    assert removal_order(torch.zeros_like(W), zero, units, 1) == last_first
-    norms = W.square().sum(dim=0).reshape(units, -1).sum(dim=1)
-    assert removal_order(W, zero, units, 1) == norms.argsort().tolist()[:-1]
-
-
-@pytest.mark.parametrize("units", [12, 4])
-def test_scores_rank_the_steps(units):
-    W, gram = problems.weight(5, 12), problems.gram("power law", 12)
-    order = removal_order(W, gram.xx, units, 2)
-    of_units = unit_scores(obs(W, gram, units=units, keep=2), units)
-    assert of_units.argsort(stable=True).tolist()[: len(order)] == order
-    left = [g for g in range(units) if g not in order]
-    assert kept(W, gram, units, 2).tolist() == left
-    assert len(set(of_units[left].tolist())) == 1
-
-
-def test_everything_may_stay():
-    W, gram = problems.weight(5, 12), problems.gram("power law", 12)
-    assert not obs(W, gram, units=12, keep=12).any()
-
-
-@pytest.mark.parametrize("units", [24, 6])
-def test_renumbered_units_are_the_same_units(units):
-    W, gram = problems.weight(5, 24), problems.gram("power law", 24)
-    moved = torch.randperm(units)
-    columns = (moved[:, None] * (24 // units) + torch.arange(24 // units)).flatten()
-    order = removal_order(W[:, columns], gram.xx[columns][:, columns], units, 2, 3)
-    assert moved[order].tolist() == removal_order(W, gram.xx, units, 2, 3)
 
 
 @pytest.mark.parametrize("units", [24, 6])
@@ -144,18 +92,9 @@ def test_scales_do_not_matter(units, size):
     assert removal_order(W / size, G * size, units, 2, 3) == order
 
 
-@pytest.mark.parametrize("units", [24, 6])
-def test_float32_statistics_are_inverted_in_float64(units):
-    """A condition number of d/1e-3 is beyond float32."""
-    W, G = problems.weight(5, 24).float(), problems.gram("steep", 24).xx.float()
-    assert removal_order(W, G, units, 2) == removal_order(W.double(), G.double(), units, 2)
-    gram = Gram(G, G[0], 60)
-    assert obs(W, gram, units=units, keep=2).dtype == torch.float32
-
-
 def test_greed_beats_scores_of_single_columns():
     """Channels in threes, x, y and x + y: any two carry all, and one more is lost for good."""
-    X = problems.inputs("white", 20)
+    X = problems.inputs("white", 20, tokens=200)
     X = torch.cat([X[:10], X[10:], X[:10] + X[10:]])
     gram = Gram(X @ X.T, X.sum(dim=1), X.shape[1])
     W = problems.weight(40, 30)
@@ -172,27 +111,11 @@ def test_greed_beats_scores_of_single_columns():
     assert min(errors.values()) > 1e-2
 
 
-def test_units_must_divide_the_columns_and_some_stay():
-    W, gram = problems.weight(5, 12), problems.gram("white", 12)
-    for units, keep in ((5, 2), (12, 0), (12, 13)):
-        with pytest.raises(OptionError, match=f"12 columns are not {units} units of which {keep}"):
-            obs(W, gram, units=units, keep=keep)
-
-
 def test_a_weight_that_is_not_finite_is_an_error():
     W = problems.weight(5, 12)
     W[2, 3] = torch.nan
     with pytest.raises(NumericalError, match="the weight holds NaN or Inf"):
         removal_order(W, problems.gram("white", 12).xx, 12, 4)
-
-
-def test_inputs_are_not_changed():
-    W, gram = problems.weight(5, 24), problems.gram("power law", 24)
-    before = W.clone(), gram.xx.clone()
-    removal_order(W, gram.xx, 24, 2, 3)
-    removal_order(W, gram.xx, 6, 2)
-    assert torch.equal(W, before[0])
-    assert torch.equal(gram.xx, before[1])
 
 
 CASES = st.fixed_dictionaries(

@@ -12,7 +12,6 @@ from coec.methods import COMPENSATIONS
 from coec.errors import OptionError
 from coec.config.recipe import Recipe
 from coec.types import SiteResult
-from outcomes import one_line
 from problems import case
 
 
@@ -63,23 +62,6 @@ def test_only_parts_that_a_problem_has_can_be_needed():
         coec.Method(scaled, needs={"valeu"})
 
 
-def test_a_function_of_the_old_form_is_shown_the_new_one():
-    def old(weight, gram, kept, *, factor: float = 0.5):
-        return SiteResult(factor * weight[:, kept.indices])
-
-    match = (
-        r"'old' takes \(weight, gram, kept\): write it as old\(problem, \*, options\) -> "
-        r"coec\.SiteResult, with problem\.weight, problem\.gram and problem\.kept"
-    )
-    for attempt in (
-        lambda: coec.compensate(*case(), method=old),
-        lambda: Recipe(compensation=old, factor=0.25),
-        lambda: coec.Method(old),
-    ):
-        with one_line(OptionError, match=match):
-            attempt()
-
-
 def test_keyword_arguments_of_a_function_are_its_options():
     W, gram, kept = case()
     found = coec.compensate(W, gram, kept, method=scaled, factor=0.25, often=2)
@@ -108,16 +90,6 @@ def needy(problem, *, factor: float):
     return SiteResult(factor * bare(problem))
 
 
-def test_an_option_without_a_default_must_be_given():
-    for attempt in (
-        lambda: coec.compensate(*case(), method=needy),
-        lambda: Recipe(compensation=needy),
-    ):
-        with pytest.raises(OptionError, match="'needy' needs the option 'factor'"):
-            attempt()
-    assert Recipe(compensation=needy, factor=2).record()["options"] == {"factor": 2}
-
-
 @dataclass
 class Halved:
     """Callable, and without a hash."""
@@ -126,11 +98,6 @@ class Halved:
 
     def __call__(self, problem):
         return SiteResult(self.factor * bare(problem))
-
-
-def test_any_callable_is_a_method():
-    W, gram, kept = case()
-    assert torch.equal(coec.compensate(W, gram, kept, method=Halved()).weight, 0.5 * W[:, kept])
 
 
 def bare(problem):
@@ -158,11 +125,6 @@ def test_what_a_method_returns_must_fit(method, match):
         coec.compensate(*case(), method=coec.Method(method, adds_bias=True))
 
 
-def test_what_the_methods_of_the_package_declare():
-    assert [n for n, m in COMPENSATIONS.items() if m.adds_bias] == ["bias"]
-    assert [n for n, m in COMPENSATIONS.items() if "value" in m.needs] == ["coec"]
-
-
 @pytest.mark.parametrize("name", COMPENSATIONS)
 def test_a_method_goes_by_the_name_it_is_listed_under(name):
     method = pickle.loads(pickle.dumps(COMPENSATIONS[name]))
@@ -172,10 +134,3 @@ def test_a_method_goes_by_the_name_it_is_listed_under(name):
         Recipe(preset="paper", compensation=choice, holdout=0.125) for choice in (method, name)
     )
     assert one.record() == two.record()
-
-
-def test_what_is_no_method_is_refused():
-    with pytest.raises(OptionError, match="unknown compensation 'magic'; known: coec, rcpu"):
-        coec.compensate(*case(), method="magic")
-    with pytest.raises(OptionError, match="unknown compensation '3'"):
-        coec.Method.of(3)

@@ -4,7 +4,7 @@ import torch
 
 import problems
 from coec.errors import NumericalError, OptionError
-from coec.methods.selection import SELECTIONS, column_scores, keep_highest, kept_count, unit_scores
+from coec.methods.selection import SELECTIONS, column_scores, keep_highest, kept_count
 from coec.types import KeptSet
 
 
@@ -17,13 +17,6 @@ def test_scores_are_those_of_numpy_on_the_inputs():
     expected = {"rcpu": w * x * variance, "wanda-sp": w * x, "flap": w**2 * variance}
     for name, values in (expected | {"magnitude": w}).items():
         np.testing.assert_allclose(SELECTIONS[name](W, gram).numpy(), values, rtol=1e-12)
-
-
-def test_random_scores_follow_their_seed():
-    W, gram = problems.weight(4, 6), problems.gram("white", 6)
-    score = SELECTIONS["random"]
-    assert torch.equal(score(W, gram), score(W, gram))
-    assert not torch.equal(score(W, gram), score(W, gram, seed=1))
 
 
 @pytest.mark.parametrize(
@@ -64,10 +57,6 @@ def test_the_highest_stay_and_ties_go_to_the_lower_index():
         keep_highest(torch.tensor([1.0, float("nan")]), 1)
 
 
-def test_a_unit_scores_the_sum_of_its_columns():
-    assert unit_scores(torch.arange(6.0), 2).tolist() == [3.0, 12.0]
-
-
 def test_a_kept_set_is_sorted_distinct_and_in_range():
     for bad, match in (
         ([], "non-empty"),
@@ -78,13 +67,6 @@ def test_a_kept_set_is_sorted_distinct_and_in_range():
     ):
         with pytest.raises(OptionError, match=match):
             KeptSet(torch.tensor(bad, dtype=torch.int64), 5)
-
-
-def test_units_own_consecutive_columns():
-    units = KeptSet(torch.tensor([0, 2]), 3)
-    assert units.columns(2).indices.tolist() == [0, 1, 4, 5]
-    assert units.dropped().tolist() == [1]
-    assert not units.everything
 
 
 def test_a_score_is_given_what_it_declares():

@@ -8,10 +8,8 @@ from torch import Tensor
 
 import coec
 import problems
-from coec.methods import frame, relative_errors
-from coec.methods import objective as objective_module
+from coec.methods import relative_errors
 from coec.types import Gram, KeptSet, SiteResult
-from outcomes import raising
 
 pytestmark = pytest.mark.unchecked  # whole solves
 
@@ -50,7 +48,7 @@ class Problem:
         assert min(*diagnostics.get("errors_per_round", []), diagnostics["error_after"], 0) > -1e-5
 
 
-def problem(large=1e3, power=0.5, tokens=4, aligned=False, compensated=True):
+def problem(large=1e3, power=0.5, tokens=6, aligned=False, compensated=True):
     """Two channels much larger than the others, their weights as much smaller, as in models."""
     generator = torch.Generator().manual_seed(7)
 
@@ -84,40 +82,6 @@ def test_so_does_a_steep_spectrum_of_few_tokens(power):
     problem(1.0, power, tokens=1).check()
 
 
-@pytest.mark.parametrize("method", ["least-squares", "ridge-to-slice", "rcpu"])
-def test_closed_forms_are_float64_whatever_iterations_are(method):
-    case = problem(1e4)
-    options = {"ridge": 0.0} if "ridge" in method or "least" in method else {}
-    wide, narrow = (
-        coec.compensate(
-            case.weight, case.gram, case.kept, method=method, solve_dtype=dtype, **options
-        )
-        for dtype in (torch.float64, torch.float32)
-    )
-    assert torch.equal(wide.weight, narrow.weight)
-
-
-def test_a_narrow_descent_that_does_not_hold_is_done_again():
-    """The very weight of a float64 solve, with one event."""
-    case = problem(1e4)
-    wide, narrow = (
-        coec.compensate(case.weight, case.gram, case.kept, solve_dtype=dtype)
-        for dtype in (torch.float64, torch.float32)
-    )
-    assert torch.equal(wide.weight, narrow.weight)
-    (event,) = [e for e in narrow.diagnostics["events"] if e not in wide.diagnostics["events"]]
-    assert event == f"{AGAIN} (a few channels are huge): solved in float64"
-
-
-def test_one_that_misjudges_its_error_is_done_again(monkeypatch):
-    case = problem(1.0)
-    wide = coec.compensate(case.weight, case.gram, case.kept)
-    monkeypatch.setattr(frame.RotationTarget, "error", lambda self, result: 0.9)
-    narrow = coec.compensate(case.weight, case.gram, case.kept, solve_dtype=torch.float32)
-    assert torch.equal(wide.weight, narrow.weight)
-    assert f"{AGAIN} (the error comes out otherwise)" in str(narrow.diagnostics["events"])
-
-
 def test_an_ordinary_problem_stays_narrow():
     case = problem(1.0)
     wide = coec.compensate(case.weight, case.gram, case.kept)
@@ -128,21 +92,13 @@ def test_an_ordinary_problem_stays_narrow():
     assert narrow.diagnostics["error_after"] == pytest.approx(expected, rel=1e-2)
 
 
-def test_errors_are_those_of_the_weight_that_is_returned():
-    """In the dtype in which it is returned, that of the statistics."""
-    W, gram, kept = problems.weight(8, 20), problems.gram("power law", 20), problems.kept(20, 14)
-    result = coec.compensate(W, gram.to(torch.float32), kept)
-    assert result.weight.dtype == torch.float32
-    exact = SiteResult(result.weight.double())
-    _, after = relative_errors(
-        W, gram.to(torch.float32).to(torch.float64), KeptSet(kept, 20), exact
-    )
-    assert result.diagnostics["error_after"] == pytest.approx(after, rel=1e-4)
-
-
 def test_a_named_method_above_the_slice_gives_way_to_it(monkeypatch):
     """A ridge that overwhelms the fit leaves less than the slice; a user's function is taken."""
-    W, gram, kept = problems.weight(8, 20), problems.gram("white", 20), problems.kept(20, 18)
+    W, gram, kept = (
+        problems.weight(8, 20),
+        problems.gram("white", 20, tokens=150),
+        problems.kept(20, 18),
+    )
     result = coec.compensate(W, gram, kept, method="least-squares", ridge=100.0)
     assert torch.equal(result.weight, W[:, kept])
     said = "the relative error lies above the slice's"
@@ -155,23 +111,3 @@ def test_a_named_method_above_the_slice_gives_way_to_it(monkeypatch):
     result = coec.compensate(W, gram, kept, method=halved)
     assert torch.equal(result.weight, 0.2 * W[:, kept])
     assert result.diagnostics["events"] == [said]
-
-
-@pytest.mark.slow
-def test_coec_above_the_slice_gives_way_to_rcpu(monkeypatch):
-    """A penalty that outweighs everything else trades the error away."""
-    W, gram, kept = problems.weight(20, 20), problems.gram("white", 20), problems.kept(20, 18)
-    value = problems.weight(18, 6, 5)
-    result = coec.compensate(W, gram, kept, value_weight=value, lambda_a=1e7, r_p=6)
-    expected = coec.compensate(W, gram, kept, method="rcpu")
-    said = "the relative error lies above the slice's: fell back to rcpu"
-    assert said in result.diagnostics["events"]
-    assert torch.equal(result.weight, expected.weight)
-
-
-def test_a_host_without_room_for_the_decomposition_says_so(monkeypatch):
-    """A device without room leaves it to the host; the host has nobody."""
-    W, gram, kept = problems.weight(8, 20), problems.gram("power law", 20), problems.kept(20, 14)
-    monkeypatch.setattr(objective_module, "root", raising(torch.OutOfMemoryError("full")))
-    with pytest.raises(torch.OutOfMemoryError):
-        coec.compensate(W, gram, kept)

@@ -14,8 +14,6 @@ import tiny_models as tm
 from coec.planning.kept import KEPT, KeptUnits
 from coec.errors import OptionError, UnfinishedError
 from coec.pipeline import solve as solving
-from coec.planning.plan import Plan
-from coec.config.recipe import Recipe
 from prunings import interrupt
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
@@ -72,25 +70,6 @@ def test_our_own_units_give_our_own_model_and_nothing_is_selected(
     assert "- selection: given;" in card
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sparsity", [0.3, 0.1])
-def test_and_so_does_best_which_then_tries_no_candidates(sparsity, dense, tokens, tmp_path):
-    how = {**BRIEF, "calibration": tokens, "samples": 24, "seq_len": 32}
-    first = coec.prune(dense, tmp_path / "one", sparsity=sparsity, **how)
-    again = coec.prune(dense, tmp_path / "two", sparsity=sparsity, kept=tmp_path / "one", **how)
-    assert written(tmp_path / "one") == written(tmp_path / "two")
-    assert first.reconstruction["kv_groups"] in ("uniform", "all")
-    assert again.reconstruction["kv_groups"] == "kept"
-    assert again.reconstruction["candidates"] == {}
-    assert again.reconstruction["kl"] == first.reconstruction["kl"]
-
-
-def test_statistics_serve_kept_units(dense, tokens, ours, tmp_path):
-    statistics = coec.collect(dense, tmp_path / "stats", calibration=tokens, samples=24, seq_len=32)
-    coec.prune(dense, tmp_path / "out", statistics=statistics, kept=ours, preset="paper")
-    assert written(tmp_path / "out") == written(ours)
-
-
 @pytest.mark.parametrize("suffix", ["safetensors", "json", "mapping", "numpy"])
 def test_units_in_any_order_and_any_form_are_the_same(suffix, dense, tokens, tmp_path):
     units = of_all()
@@ -126,40 +105,6 @@ def test_the_plan_shows_the_widths_and_never_asks_sparsity(dense, run, tmp_path)
     assert shown["widths"]["mlp"]["after"] == 27
     assert shown["widths"]["kv_groups"]["after"] == 3
     assert shown["kept"]["sites"] == 4
-
-
-@pytest.mark.parametrize(("kv_groups", "names"), [("held-out", ["kept"]), ("uniform", ["kept"])])
-def test_where_groups_are_named_there_is_nothing_to_choose(kv_groups, names, dense):
-    recipe = Recipe(kept={"layers.0.attention": [0, 1, 2]}, kv_groups=kv_groups, holdout=0.125)
-    plans = coec.Plan.candidates(coec.plan(dense).model, recipe)
-    assert list(plans) == names
-
-
-def test_whole_groups_may_be_named_as_well(dense):
-    """Then the MLP gives for them, as it does without."""
-    whole = {f"layers.{block}.attention": range(4) for block in range(2)}
-    plain = coec.plan(dense, kv_groups="all")
-    assert coec.plan(dense, kv_groups="all", kept=whole).widths == plain.widths
-
-
-@pytest.mark.parametrize(
-    ("kept", "match"),
-    [
-        (of_all(), "kv_groups = all keeps every KV group, 'mapping' 3 of 4 in layers.0.attention"),
-        ({f"layers.{n}.mlp": [0, 1] for n in range(2)}, "at the cost of other units, which "),
-    ],
-)
-def test_all_groups_and_units_that_say_otherwise(kept, match, dense):
-    with pytest.raises(OptionError, match=match):
-        coec.plan(dense, kept=kept, kv_groups="all")
-
-
-def test_validation_windows_do_not_choose_at_the_cost_of_units_that_are_named(dense):
-    kept = {f"layers.{n}.mlp": [*range(20)] for n in range(2)}
-    plan = coec.plan(dense, kept=kept, kv_groups="held-out", holdout=0.125)
-    assert list(Plan.candidates(plan.model, plan.recipe)) == ["uniform"]
-    said = "kv_groups = all was not tried: kv_groups = all keeps KV groups"
-    assert plan.notes[0].startswith(said)
 
 
 BAD = {
@@ -210,12 +155,6 @@ def test_units_that_cannot_be_are_refused_before_any_work(name, dense, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_goes_anywhere(dense):
-    kept = {"layers.0.mlp": range(40)}
-    with pytest.raises(OptionError, match="every unit of .*, and removing 0.001 of .* takes none"):
-        coec.plan(dense, kept=kept, sparsity=0.001)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
@@ -237,11 +176,6 @@ def test_a_file_that_holds_none(name, content, why, dense, tmp_path):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(OptionError, match=re.compile(why, re.IGNORECASE)):
         coec.plan(dense, kept=str(tmp_path / name))
-
-
-def test_a_folder_that_is_not_ours(dense):
-    with pytest.raises(OptionError, match="no coec/kept.safetensors in .*: it is no folder that"):
-        coec.plan(dense, kept=dense)
 
 
 def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeypatch):

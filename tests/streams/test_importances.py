@@ -241,9 +241,7 @@ def test_a_budget_is_used_where_uniform_widths_cannot(compensation, align, dense
 
 
 def test_a_budget_beside_a_share_of_one_kind(dense, tokens):
-    plan = coec.plan(
-        dense, calibration=tokens, budget=0.9, attention_sparsity=0, **SETTINGS
-    )
+    plan = coec.plan(dense, calibration=tokens, budget=0.9, attention_sparsity=0, **SETTINGS)
     assert plan.pruned.kv_heads == 4
     budget = int(0.9 * plan.parameters_before)
     assert budget - 2 * 3 * 32 < plan.parameters_after <= budget  # a channel less in both blocks

@@ -23,6 +23,9 @@ from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 
 __all__ = ["COMPENSATIONS", "Method", "compensate", "relative_errors"]
 
+FEW = 8
+"""Tokens for every kept column from which on a compensation is taken as it is
+(docs/lab/LOG.md)."""
 EXTREME = 0.2
 """Numbers beyond this power of the largest of their dtype are measured in units of their own."""
 
@@ -36,6 +39,7 @@ def compensate(
     value_weight: Float[Tensor, "k h"] | None = None,
     target: Float[Tensor, "m d"] | None = None,
     solve_dtype: torch.dtype | None = None,
+    written: torch.dtype | None = None,
     **options: Any,
 ) -> SiteResult:
     """Replace the kept columns of one weight from second-order statistics (METHODS §§4, 5).
@@ -51,13 +55,15 @@ def compensate(
         target: T, where `T x` and not `W₀ x` is what the outputs should be, as on the inputs of a
             pruned model: see `SiteProblem.aim`. Errors are relative to it, and the slice's may be
             above 1; with every column kept there is still something to compensate.
-        solve_dtype: of the products of long iterations; that of the statistics where None. All else
-            is float64.
+        solve_dtype: of the products of long iterations; by default that of the statistics.
+            Everything else is float64.
+        written: dtype in which the weight will be stored: errors are those of the rounded weight.
         options: of the method; unknown ones are errors.
 
     Returns:
         SiteResult: weight m×k in the dtype of the statistics, bias (or None), diagnostics with the
-        untempered relative error before and after and every safeguard that fired.
+        untempered relative error before and after and every safeguard that fired. With fewer
+        than eight tokens for every kept column, results are drawn back to the slice.
 
     Raises:
         OptionError: an unknown method or option, one out of range, shapes that do not fit, or a
@@ -81,25 +87,62 @@ def compensate(
         if problem.nothing_to_compensate:
             result = SiteResult(problem.weight)
         else:
-            result = method(problem, chosen)
+            result = _drawn_back(problem, method(problem, chosen), method)
         if not torch.isfinite(result.weight).all():
             raise NumericalError("the compensated weight holds NaN or Inf")
-        # 𝓛 of the slice and of W̃, untempered: a named method that loses to the slice gives way to
-        # it; a user's own function is only reported.
-        before, after = relative_errors(
-            problem.weight, problem.gram, kept, result, target=problem.target
-        )
+        # 𝓛 of the slice and of W̃, untempered, of the weights as they are written: a named method
+        # that loses to the slice gives way to it; a user's own function is only reported.
+        slice_, rounded = _rounded(problem, result, units, written)
+        before, after = relative_errors(slice_, problem.gram, kept, rounded, target=problem.aim)
         if above(after, before, problem.weight.dtype):
             rise = "the relative error lies above the slice's"
             if method not in COMPENSATIONS.values():
                 record(rise)
             else:
                 record(f"{rise}: slice kept")
-                slice_ = kept_columns(problem.weight, kept)
-                result, after = SiteResult(slice_, diagnostics=result.diagnostics), before
+                W = kept_columns(problem.weight, kept)
+                result, after = SiteResult(W, diagnostics=result.diagnostics), before
     errors = {"error_before": before, "error_after": after}
     diagnostics = {**errors, **result.diagnostics, "events": events}
     return _in_units(replace(result, diagnostics=diagnostics), units, gram.xx.dtype)
+
+
+def _rounded(
+    problem: SiteProblem,
+    result: SiteResult,
+    units: tuple[float, float],
+    dtype: torch.dtype | None,
+) -> tuple[Float[Tensor, "m d"], SiteResult]:
+    """Return the dense weight and a result as they are in the dtype that is written.
+
+    A result that does not fit the dtype stays as it is: it is refused when it is cast.
+    """
+    if dtype is None:
+        return problem.weight, result
+
+    def rounded(tensor: Tensor, unit: float) -> Tensor:
+        return (tensor * unit).to(dtype).to(tensor) / unit
+
+    W = rounded(result.weight, units[0])
+    if not torch.isfinite(W).all():
+        return problem.weight, result
+    bias = None if result.bias is None else rounded(result.bias, units[0] * units[1])
+    return rounded(problem.weight, units[0]), SiteResult(W, bias)
+
+
+def _drawn_back(problem: SiteProblem, result: SiteResult, method: Method) -> SiteResult:
+    """Return `W_K + θ (W̃ − W_K)` with `θ = min(1, N / 8k)`: few tokens tell little (METHODS §4)."""
+    share = problem.gram.tokens / (FEW * len(problem.kept.indices))
+    if share >= 1 or method.shrinks:
+        return result
+    record(f"few tokens: drawn back to the slice; {FEW} for every kept column are enough")
+    W_K = kept_columns(problem.weight, problem.kept)
+    return replace(
+        result,
+        weight=W_K + share * (result.weight - W_K),
+        bias=None if result.bias is None else share * result.bias,
+        diagnostics={**result.diagnostics, "followed": share},
+    )
 
 
 def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:

@@ -12,8 +12,7 @@ from coec.methods.objective import OutputProblem, kept_columns
 from coec.types import SiteProblem, SiteResult
 
 PRIOR, LARGEST = 9, 0.3
-"""Where `ridge = auto`: tokens for every column that the slice counts as, and the largest λ
-(docs/lab/LOG.md)."""
+"""Tokens for every column that a correction of 0 counts as, and the largest λ (docs/lab/LOG.md)."""
 
 
 def none(problem: SiteProblem) -> SiteResult:
@@ -67,24 +66,41 @@ def _drawn_to(
 ) -> SiteResult:
     """Ridge regression whose penalty is on the distance to S: `S + (Gyx − S Gxx)(Gxx + Λ)⁻¹`.
 
-    Λ is λ times the mean diagonal of Gxx. With `ridge = auto` it is `λ diag Gxx`, λ so large that S
-    counts as `PRIOR` tokens for every column, or `LARGEST`.
+    Λ is λ times the mean diagonal of Gxx; see `solve_with_own_ridge` for `ridge = auto`.
     """
     target = OutputProblem.of_site(problem)
-    scale = None
+    # Gyx − S Gxx → times (Gxx + Λ)⁻¹
+    residual = target.Gyx - start @ target.Gxx
     if not isinstance(options.ridge, str):
         ridge = options.ridge
+        correction = solve_right(residual, target.Gxx, ridge, target.precision)
     else:
-        energy = target.Gxx.diagonal().clone()  # a view would keep Gxx beside its successor
-        ridge = min(LARGEST, PRIOR * len(energy) / max(problem.gram.tokens, 1))
-        # A common ridge over channels of unit energy; one without any keeps its unit.
-        scale = torch.where(energy > 0, energy.sqrt(), 1.0)
-        target, start = target.scaled(scale), start * scale
-    # Gyx − S Gxx → times (Gxx + λI)⁻¹
-    residual = target.Gyx - start @ target.Gxx
-    correction = solve_right(residual, target.Gxx, ridge, target.precision)
-    W = start + correction
-    return SiteResult(W if scale is None else W / scale, diagnostics={"ridge": ridge})
+        correction, ridge = solve_with_own_ridge(
+            residual, target.Gxx, problem.gram.tokens, target.precision
+        )
+    return SiteResult(start + correction, diagnostics={"ridge": ridge})
+
+
+def solve_with_own_ridge(
+    B: Float[Tensor, "m k"], A: Float[Tensor, "k k"], tokens: int, precision: float = 0.0
+) -> tuple[Float[Tensor, "m k"], float]:
+    """`B (A + λ diag A)⁻¹` and `λ = min(0.3, 9 k/N)`.
+
+    Every channel is penalised by its own energy, so that the outputs do not depend on the units of
+    channels. A correction of 0 counts as nine tokens for every column.
+
+    Args:
+        B: right-hand side.
+        A: Gram of the k columns.
+        tokens: N, number of tokens that A sums.
+        precision: of the entries of A, see `coec.linalg.spd.noise`.
+    """
+    ridge = min(LARGEST, PRIOR * len(A) / max(tokens, 1))
+    # A common ridge over channels of unit energy; one without any keeps its unit.
+    energy = A.diagonal()
+    scale = torch.where(energy > 0, energy.sqrt(), 1.0)
+    scaled = A / scale / scale[:, None]
+    return solve_right(B / scale, scaled, ridge, precision) / scale, ridge
 
 
 def rcpu(problem: SiteProblem) -> SiteResult:

@@ -32,7 +32,8 @@ class Method:
         needs: the parts of the problem that are to be prepared: `value`, the pruned value
             projection at sites that follow attention.
         options: the class of the options.
-        shrinks: whether a result stays near the slice of itself if tokens are few.
+        shrinks: whether results stay near the slice by themselves if tokens are few; `compensate`
+            draws others back to it.
     """
 
     function: Callable[..., SiteResult]

@@ -1,7 +1,7 @@
 """What every compensation minimises: the relative reconstruction error over the kept inputs."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -76,11 +76,6 @@ class OutputProblem:
         F_K, TF = F[kept.indices], aim @ F
         del F
         return cls(F_K @ F_K.T, TF @ F_K.T, TF.square().sum(dim=1))
-
-    def scaled(self, scale: Float[Tensor, " k"]) -> "OutputProblem":
-        """Return the same problem over `x_i / scale_i`, whose weights are `W diag(scale)`."""
-        Gxx = self.Gxx / scale / scale[:, None]
-        return replace(self, Gxx=Gxx, Gyx=self.Gyx / scale)
 
     @property
     def yy(self) -> float:

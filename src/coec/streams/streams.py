@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from coec import parallel
 from coec.devices import summed_products
-from coec.linalg.spd import solve_right
 from coec.methods.block_training import Example
+from coec.methods.closed_form import solve_with_own_ridge
 from coec.models.dense import Dense, Prefetcher
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
@@ -33,8 +33,6 @@ PARTS = 8
 """Summands of every sum over the windows, if there are so many batches."""
 CARRIED = 0.6
 """Share of the error made so far that a consumer aims to take back (docs/lab/LOG.md)."""
-_TARGET_RIDGE = 1e-3
-"""Ridge of the least-squares map from inputs to targets, relative to the Gram's mean diagonal."""
 _LEAST_SQUARE = 1e-3
 """Lower bound on the mean squares of hidden states, as a share of their median."""
 
@@ -99,8 +97,8 @@ class ConsumerSums:
     def statistics(self, weight: Float[Tensor, "m d"]) -> tuple[Gram, Float[Tensor, "m d"]]:
         """Return the Gram of the inputs, and the target of the consumer.
 
-        The consumer has to add a share of the residual of the hidden states as well: with `δ` that
-        residual, `T = W₀ + .6 (Σ w δ xᵀ)(G + ε)⁻¹`. Over windows that earlier blocks were fitted on
+        The consumer has to add a share of the residual δ of the hidden states as well:
+        `T = W₀ + .6 (Σ w δ xᵀ)(G + λ diag G)⁻¹`. Over windows that earlier blocks were fitted on
         too, the residual is smaller than elsewhere and better foreseen by the inputs, the more so
         with every block: the whole of it would be too much.
         """
@@ -109,8 +107,8 @@ class ConsumerSums:
         scale = float(self.scale)
         factor = float(self.added) / scale if scale > 0 else 1.0
         residual = self.residual.to(gram.xx) / (factor or 1.0)
-        change = CARRIED * solve_right(residual, gram.xx, _TARGET_RIDGE, gram.precision)
-        return gram, weight.to(gram.xx) + change
+        change, _ = solve_with_own_ridge(residual, gram.xx, gram.tokens, gram.precision)
+        return gram, weight.to(gram.xx) + CARRIED * change
 
 
 class Streams:
