@@ -8,10 +8,10 @@ right solve it computes what `coec(solver="gradient")` computes (METHODS §5), t
 import torch
 from torch import Tensor
 
-from coec.methods.objective import OutputProblem, kept_columns
 from coec.linalg.gcv import rescale
 from coec.linalg.gradient import newton_schulz_polar, retract_cayley
 from coec.linalg.right import tangent_
+from coec.methods.objective import OutputProblem, kept_columns
 from coec.types import Gram, KeptSet
 from oracles import power
 

@@ -4,9 +4,9 @@ import itertools
 
 import torch
 
-from coec.methods.coec import coec
-from coec.linalg.alignment import Alignment
 from coec.config.recipe import CoecOptions
+from coec.linalg.alignment import Alignment
+from coec.methods.coec import coec
 from coec.types import Gram, KeptSet, SiteProblem
 
 KINDS = (

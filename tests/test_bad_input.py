@@ -7,18 +7,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from coec.execution import output as output_module
+from coec.streaming import passes as measure
 
 import coec
 import tiny_models as tm
 import typechecker
-from coec import Gram
-from coec.errors import CalibrationError, CoecError, ModelError, OutputError
-from coec.execution import output as output_module
-from coec.models.matching import RawCheckpoint
-from coec import pruning
+from coec import Gram, pruning
 from coec.checkpoint import checkpoint as writing
 from coec.config.recipe import Recipe
-from coec.streaming import passes as measure
+from coec.errors import CalibrationError, CoecError, ModelError, OutputError
+from coec.models.matching import RawCheckpoint
 from outcomes import WORK, one_line, raising
 
 

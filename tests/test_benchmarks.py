@@ -24,8 +24,8 @@ from benchmarks.peers import BORROWED, OURS, PEERS, SOLVERS, Eliminated, OutOfTi
 from coec.linalg import conjugate as conjugate_module
 from coec.linalg.conjugate import conjugate
 from coec.linalg.spd import regularized_inverse
-from coec.methods.selection import elimination as elimination_module
 from coec.methods.elimination import removal_path
+from coec.methods.selection import elimination as elimination_module
 from literal import literal
 from problems import descended
 

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from coec.settings.recovery import KNOWN_GAIN
 
 import coec
 import tiny_models as tm
@@ -18,11 +19,10 @@ from coec import devices
 from coec.cli.commands import app
 from coec.cli.common import measuring, named
 from coec.cli.signals import END_SIGNALS
-from coec.methods import COMPENSATIONS
 from coec.evaluation.perplexity import EVALUATION_SEQ_LEN
-from coec.models.architectures import ARCHITECTURES
+from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
-from coec.settings.recovery import KNOWN_GAIN
+from coec.models.architectures import ARCHITECTURES
 from outcomes import check_refused, raising, signalled, succeeded
 
 WINDOWS = ("--samples", 24, "--seq-len", 32)

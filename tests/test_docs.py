@@ -6,14 +6,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from coec.settings import OPTIONS, TABLE
 
 import coec
 from coec.cli.commands import app
-from coec.methods import COMPENSATIONS
-from coec.models.architectures import ARCHITECTURES
 from coec.config.recipe import Recipe
+from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
-from coec.settings import OPTIONS, TABLE
+from coec.models.architectures import ARCHITECTURES
 from tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]

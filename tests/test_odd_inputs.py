@@ -14,8 +14,8 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 from coec.config.recipe import Recipe
+from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
 
 
 @pytest.fixture

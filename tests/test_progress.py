@@ -2,8 +2,8 @@
 
 import pytest
 
-from coec.cli.progress import ProgressLines
 from coec import pruning
+from coec.cli.progress import ProgressLines
 from outcomes import succeeded
 from problems import failing
 

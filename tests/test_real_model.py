@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from coec.settings import PRESETS
 
 import coec
 from benchmarks import real, real_documents, real_model, record
-from coec.settings import PRESETS
 from places import SHARED
 
 pytestmark = [

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Unpack
 
 import pytest
-
-import coec as package
-import tiny_models as tm
-from coec import settings
-from coec.methods import COMPENSATIONS
-from coec.devices import DTYPES
-from coec.errors import OptionError
-from coec.config.recipe import Recipe, read_settings
-from coec.methods.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
 from coec.settings import typed as typed_settings
 from coec.settings.options import COMPENSATION_OPTIONS
 from coec.settings.recovery import Recovery
+
+import coec as package
+import tiny_models as tm
+from coec import settings
+from coec.config.recipe import Recipe, read_settings
+from coec.devices import DTYPES
+from coec.errors import OptionError
+from coec.methods import COMPENSATIONS
+from coec.methods.selection import SELECTIONS
 from coec.types import SiteResult
 from outcomes import one_line, succeeded
 from tools import tables
@@ -174,7 +174,7 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 def test_a_record_lists_what_determines_the_result():
     assert Recipe(device="cpu", trust_remote_code=True).record().keys() == {
         "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget",
-        "budget", "context", "drop_blocks",
+        "context", "drop_blocks",
         "expert_sparsity", "attention_units", "multiple_of", "tensor_parallel", "allocation",
         "non_uniform", "selection", "kept",
         "compensation", "options", "propagate", "reconstruct", "reconstruct_rate",

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from coec.cli.signals import END_SIGNALS, end_tidily
 from coec.checkpoint.journal import journal
+from coec.cli.signals import END_SIGNALS, end_tidily
 
 
 @pytest.mark.usefixtures("handlers")

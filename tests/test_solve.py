@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from coec.pipeline.guard import TRUSTED
 from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
 from coec.models.dense import Dense
-from coec.pipeline.guard import TRUSTED
 from coec.solve import UNSEEN
 from coec.types import KeptSet
 from outcomes import succeeded

@@ -2,8 +2,8 @@
 
 import pytest
 
-from coec.errors import OutputError
 from coec.checkpoint.folder import JOURNAL, LOCK, NEW, appearing, check_file
+from coec.errors import OutputError
 
 KIND = b"GGUF"
 

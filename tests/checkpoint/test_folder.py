@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from coec.execution import output as module
 
 import coec
 import tiny_models as tm
+from coec.checkpoint.folder import JOURNAL, LOCK, check_output, check_space, claimed
+from coec.checkpoint.journal import journal
 from coec.errors import ModelError, OutputError
 from coec.events import recording
-from coec.execution import output as module
-from coec.checkpoint.journal import journal
-from coec.checkpoint.folder import JOURNAL, LOCK, check_output, check_space, claimed
 from coec.models.folder import carry_files, foreign_entry
 from outcomes import WORK, one_line, raising
 

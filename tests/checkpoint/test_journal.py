@@ -5,12 +5,12 @@ import json
 import os
 
 import pytest
+from coec.execution import journal as module
 
+from coec.checkpoint.folder import JOURNAL, LOCK, NEW, WORK
+from coec.checkpoint.journal import describe_differences, encode_line, journal, unfinished
 from coec.errors import ModelError, NumericalError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
-from coec.execution import journal as module
-from coec.checkpoint.journal import describe_differences, encode_line, journal, unfinished
-from coec.checkpoint.folder import JOURNAL, LOCK, NEW, WORK
 from outcomes import raising
 
 ASKED = {"sparsity": 0.3, "statistics": {"samples": 64, "model": "a" * 64}}

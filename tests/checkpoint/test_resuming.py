@@ -11,12 +11,11 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec import devices
-from coec.errors import ModelError, OptionError, UnfinishedError
-from coec.checkpoint.journal import Journal
-from coec.models import dense as module
-from coec import pruning
+from coec import devices, pruning
 from coec.checkpoint import checkpoint as writing
+from coec.checkpoint.journal import Journal
+from coec.errors import ModelError, OptionError, UnfinishedError
+from coec.models import dense as module
 from coec.types import SiteResult
 from prunings import content, interrupt
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 import coec
 import tiny_models as tm
 from coec.models.dense import Dense
-from coec.streaming.dense_stream import DenseStream
+from coec.streams.streams import Streams
 from coec.types import GramSum, KeptSet
 from prunings import CONTRACT
 
@@ -34,8 +34,9 @@ def check_that_removing_is_masking(model, tokens, out, units="groups", **setting
 def check_that_streamed_statistics_are_those_of_the_whole_model(model):
     ids = torch.randint(2, tm.VOCABULARY, (5, 32))
     checkpoint = Dense.open(model)
-    stream = DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=torch.float64)
-    measured = list(stream.blocks())
+    plan = coec.plan(model, preset="paper", forward_dtype="float64", attention_units="groups")
+    streams = Streams(plan, checkpoint, ids, pruned=False)
+    measured = [(block, streams.measure(block)[1]) for block in checkpoint.layout.blocks]
     dense, sums = tm.load(model), {}
     for site in checkpoint.layout.sites:
         if site.routed:
@@ -46,9 +47,9 @@ def check_that_streamed_statistics_are_those_of_the_whole_model(model):
         )
     tm.logits(dense, ids)
     assert len(measured) == 2
-    for block in measured:
-        for site in (one for one in block.block.sites if not one.routed):
-            gram, expected = block.grams[site.name], sums[site.key].gram()
+    for block, summed in measured:
+        for site in (one for one in block.sites if not one.routed):
+            gram, expected = summed[site.name].gram(), sums[site.key].gram()
             assert gram.tokens == expected.tokens == 160
             torch.testing.assert_close(gram.xx, expected.xx, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(gram.x, expected.x, rtol=1e-9, atol=1e-9)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 
 import numpy as np
@@ -16,14 +17,14 @@ from promises import (
 
 import coec
 import tiny_models as tm
-from coec.text.windows import Windows, split_windows
-from coec.methods import COMPENSATIONS
 from coec.errors import OptionError
+from coec.methods import COMPENSATIONS
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.formats import LOADERS, TARGETS
-from coec.streaming.dense_stream import DenseStream
 from coec.streams.layers import Layers
+from coec.streams.streams import Streams
+from coec.text.windows import Windows, split_windows
 from prunings import CONTRACT
 
 pytestmark = pytest.mark.unchecked  # whole models
@@ -153,7 +154,7 @@ HEADS = {"attention_units": "heads", "attention_sparsity": 0.5}
 def test_query_heads_go_and_leave_keys_and_values_as_they_are(variant, models, tokens, tmp_path):
     dense, out = Dense.open(models[variant]), tmp_path / "out"
     if variant in WHOLE:
-        with pytest.raises(OptionError, match="whose attention stays whole"):
+        with pytest.raises(OptionError, match="attention_units = heads has no effect"):
             coec.plan(dense, attention_units="heads", calibration=tokens)
         return
     check_that_removing_is_masking(
@@ -183,15 +184,14 @@ def test_a_compensation_behind_fewer_heads_is_the_masked_model(
     assert [row["units_after"] for row in attention] == [4, 4]
 
 
-@pytest.mark.parametrize("preset", ["fast", "balanced", "best"])
-@pytest.mark.parametrize("non_uniform", [False, True])
-def test_every_preset_takes_query_heads(preset, non_uniform, models, tokens, tmp_path):
-    more = {"attention_units": "heads"} if non_uniform else HEADS
+@pytest.mark.parametrize("preset", ["fast", "balanced"])
+@pytest.mark.parametrize("by_block", [False, True])
+def test_every_preset_takes_query_heads(preset, by_block, models, tokens, tmp_path):
+    more = {"attention_units": "heads"} if by_block else HEADS
     more |= {} if preset == "fast" else {"reconstruct": 1}
-    more |= {"prediction_passes": 1} if preset == "best" else {}
     coec.prune(
         models["llama"], tmp_path / "out", preset=preset, calibration=tokens, samples=24,
-        seq_len=32, non_uniform=non_uniform, budget=0.8, **more,
+        seq_len=32, by_block=by_block, budget=0.8, **more,
     )  # fmt: skip
     shape = Dense.open(tmp_path / "out").shape
     blocks = [shape.at(block) for block in range(shape.layers)]
@@ -219,13 +219,13 @@ def test_statistics_of_an_expert_say_what_a_change_of_it_does_to_the_hidden_stat
     """What the block adds then differs by `tr(Δ G Δᵀ)`, whatever the router makes of its tokens."""
     ids = torch.randint(2, tm.VOCABULARY, (5, 32))
     checkpoint = Dense.open(models[variant])
-    stream = DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=torch.float64)
-    measured, dense, outputs = list(stream.blocks()), tm.load(models[variant]), []
-    tokens = 0
-    for block in measured:
-        module = dense.model.layers[block.index].mlp
-        for site in (one for one in block.block.sites if one.routed):
-            gram, weight = block.grams[site.name], tm.consumer(dense, site)
+    plan = coec.plan(models[variant], preset="paper", forward_dtype="float64")
+    streams, blocks = Streams(plan, checkpoint, ids, pruned=False), checkpoint.layout.blocks
+    dense, outputs, tokens = tm.load(models[variant]), [], 0
+    for block in blocks:
+        module, (_, summed) = dense.model.layers[block.index].mlp, streams.measure(block)
+        for site in (one for one in block.sites if one.routed):
+            gram, weight = summed[site.name].gram(), tm.consumer(dense, site)
             hook = module.register_forward_hook(lambda _, args, out: outputs.append(out))
             tm.logits(dense, ids)
             change = torch.randn_like(weight)
@@ -240,7 +240,7 @@ def test_statistics_of_an_expert_say_what_a_change_of_it_does_to_the_hidden_stat
                 (after - before).sum(dim=(0, 1)), change @ gram.x, rtol=1e-9, atol=1e-9
             )
             tokens += gram.tokens
-    sparse = sum(any(site.routed for site in block.block.sites) for block in measured)
+    sparse = sum(any(site.routed for site in block.sites) for block in blocks)
     assert tokens == 2 * ids.numel() * sparse  # every token goes to two of them
 
 
@@ -332,7 +332,7 @@ def test_a_trained_checkpoint_is_what_the_streams_ended_with(variant, models, tm
     settings = {**CONTRACT, "samples": 12, "seq_len": 16, "calibration": tokens}
     report = coec.prune(
         models[variant], tmp_path / "out", **settings | {"preset": "balanced"}, reconstruct=1,
-        prediction_passes=1, holdout=0.125,
+        holdout=0.125,
     )  # fmt: skip
     validation = split_windows(
         Windows(torch.from_numpy(np.load(tokens)).long(), "", 0, ""), 0.125, 0
@@ -353,34 +353,28 @@ def test_a_trained_checkpoint_is_what_the_streams_ended_with(variant, models, tm
     assert [row["module"] for row in report.sites if "predictions" in row] == [
         dense.layout.sites[-1].consumer
     ]
-    assert report.recipe["propagate"] == (variant in ADDING)
-    assert report.recipe["token_weights"] == "residual"
 
 
 @pytest.mark.parametrize("variant", [name for name in tm.VARIANTS if name not in ADDING])
 def test_errors_do_not_propagate_through_parts_that_cannot_be_told_apart(variant, models, tokens):
-    """A preset that yields leaves that out, and says so; what was asked for is refused."""
+    """A preset leaves that out, and the plan says so; what was asked for is refused."""
     settings = {**CONTRACT, "calibration": tokens}
     plan = coec.plan(models[variant], **settings | {"preset": "balanced"})
     [note] = [note for note in plan.notes if "for the dense model's inputs" in note]
     assert note.endswith(f"add {ARCHITECTURES[tm.VARIANTS[variant]['model_type']].adds}")
-    assert plan.recipe.reconstruction.reconstruct
-    for asked in ({"preset": "balanced"}, {"preset": "balanced", "propagate": True}):
-        with pytest.raises(
-            OptionError, match=r"propagate needs blocks that .*: set propagate = false"
-        ):
-            coec.plan(models[variant], **settings | asked)
-    given = {"preset": "balanced", "propagate": False}
-    assert coec.plan(models[variant], **settings | given).recipe.reconstruction.reconstruct
+    assert plan.trains
+    assert not plan.propagates
+    with pytest.raises(OptionError, match="propagate is not supported for .*propagate=False"):
+        coec.plan(models[variant], **settings, propagate=True)
 
 
 @pytest.mark.parametrize("variant", WHOLE)
 def test_attention_that_cannot_lose_a_unit_is_not_asked_to(variant, models, tokens, tmp_path):
     plan = coec.plan(models[variant], **CONTRACT, calibration=tokens, attention_sparsity=0)
-    assert any("attention keeps all KV groups: " in note for note in plan.notes)
+    assert any("attention is kept whole: " in note for note in plan.notes)
     kv_heads = tm.raw_config(variant)["num_key_value_heads"]
     assert plan.record()["widths"]["kv_groups"] == {"before": kv_heads, "after": kv_heads}
-    with pytest.raises(OptionError, match=r"attention of .* keeps all KV groups .* leave it out"):
+    with pytest.raises(OptionError, match=r"attention of .* is kept whole .* leave it out"):
         coec.plan(models[variant], **CONTRACT, calibration=tokens, attention_sparsity=0.3)
 
 

@@ -8,6 +8,7 @@ import torch
 
 import coec
 import problems
+from coec.config.settings import described
 from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS, column_scores
 from coec.types import Gram
@@ -39,7 +40,7 @@ def test_it_says_where_it_comes_from(function):
 
 @pytest.mark.parametrize("method", COMPENSATIONS.values())
 def test_it_says_what_its_options_mean(method):
-    assert all(option.help.endswith(".") for option in method.settings)
+    assert all(option.help.endswith(".") for option in described(method.settings))
 
 
 @pytest.mark.parametrize("name", SELECTIONS)

@@ -52,7 +52,7 @@ def check(dense, start, text, out, **settings):
 @pytest.mark.parametrize("variant", tm.VARIANTS)
 def test_every_architecture(variant, pruned, tmp_path):
     # Two windows do not show there what two steps gain.
-    more = {"tokens": 2048} if variant in ("starcoder2", "qwen2") else {}
+    more = {"tokens": 2048} if variant in ("starcoder2", "qwen2", "mixtral") else {}
     check(*pruned(variant), tmp_path / "out", **more)
 
 

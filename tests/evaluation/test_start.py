@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from coec.evaluation.settings import TextEvaluation
 from torch.nn import functional as F
 
 import coec
 import tiny_models as tm
 from coec.errors import OptionError
 from coec.evaluation import perplexity as module
-from coec.evaluation.settings import TextEvaluation
 from coec.models.dense import Dense
 
 SEQ_LEN = 16

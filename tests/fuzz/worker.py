@@ -32,9 +32,9 @@ from transformers.utils import logging as transformers_logging
 
 import coec
 import tiny_models as tm
-from coec.planning.kept import KEPT
-from coec.errors import CoecError
 from coec.config.recipe import Recipe, read_settings
+from coec.errors import CoecError
+from coec.planning.kept import KEPT
 from prunings import interrupt
 
 MEMORY = 12 * 2**30

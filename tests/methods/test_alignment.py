@@ -7,10 +7,10 @@ import torch
 
 import coec
 import problems
+from coec.config.recipe import CoecOptions
+from coec.errors import OptionError
 from coec.methods.frame import Anchor, Frame, RotationTarget
 from coec.methods.objective import OutputProblem
-from coec.errors import OptionError
-from coec.config.recipe import CoecOptions
 from coec.types import KeptSet
 from problems import attention, case, descended
 from tolerances import CLOSED_FORM

@@ -9,10 +9,10 @@ import torch
 import coec
 import oracles
 import problems
-from coec.methods import descent as descent_module
-from coec.methods.objective import OutputProblem
 from coec.errors import NumericalError
 from coec.events import recording
+from coec.methods import descent as descent_module
+from coec.methods.objective import OutputProblem
 from coec.types import Convergence, Gram, KeptSet
 from outcomes import raising
 from problems import case, descended, failing

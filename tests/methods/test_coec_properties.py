@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 import coec
 import oracles
 import problems
+from coec.events import recording
 from coec.methods import COMPENSATIONS
 from coec.methods.objective import OutputProblem
-from coec.events import recording
 from coec.types import Gram, KeptSet
 from properties import holds
 

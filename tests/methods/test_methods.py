@@ -8,9 +8,9 @@ import torch
 
 import coec
 import problems
-from coec.methods import COMPENSATIONS
-from coec.errors import OptionError
 from coec.config.recipe import Recipe
+from coec.errors import OptionError
+from coec.methods import COMPENSATIONS
 from coec.types import SiteResult
 from problems import case
 

@@ -5,12 +5,12 @@ import torch
 
 import coec
 import problems
-from coec.methods import COMPENSATIONS
-from coec.methods.closed_form import least_squares
+from coec.config.recipe import RidgeOptions
 from coec.errors import NumericalError, OptionError
 from coec.events import recording
 from coec.linalg.spd import noise, root, solve_right
-from coec.config.recipe import RidgeOptions
+from coec.methods import COMPENSATIONS
+from coec.methods.closed_form import least_squares
 from coec.types import Gram, GramSum, KeptSet, SiteProblem
 from problems import case, descended
 

@@ -6,8 +6,8 @@ import torch
 import coec
 import oracles
 import problems
-from coec.methods import COMPENSATIONS
 from coec.errors import NumericalError, OptionError
+from coec.methods import COMPENSATIONS
 from coec.types import Gram
 from tolerances import CLOSED_FORM, EXACT
 

@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 
 import coec
 import oracles
-from coec.methods.frame import Frame, RotationTarget
-from coec.methods.objective import OutputProblem, kept_columns
+from coec.config.recipe import CoecOptions
 from coec.linalg.conjugate import conjugate
 from coec.linalg.gcv import global_scale
+from coec.methods.frame import Frame, RotationTarget
+from coec.methods.objective import OutputProblem, kept_columns
 from coec.methods.selection import SELECTIONS
-from coec.config.recipe import CoecOptions
 from coec.types import Gram, KeptSet
 from places import SHARED
 from tolerances import CLOSED_FORM, SOLVER

@@ -11,12 +11,12 @@ import pytest
 
 import coec
 import tiny_models as tm
+from coec.config.recipe import Recipe
 from coec.errors import ModelError, OptionError
 from coec.models.description import Description
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Shape
 from coec.planning.plan import Plan
-from coec.config.recipe import Recipe
 
 
 def test_a_tied_head_is_no_tensor_of_its_own():

@@ -8,13 +8,13 @@ from torch import nn
 
 import coec
 import tiny_models as tm
+from coec.config.recipe import Recipe
 from coec.errors import ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.surgery import routed_inputs, unstacked, without_experts
 from coec.planning.plan import Plan
-from coec.config.recipe import Recipe
 from coec.types import KeptSet
 
 EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]

@@ -7,6 +7,7 @@ import pytest
 
 import coec
 import tiny_models as tm
+from coec.config.recipe import Recipe
 from coec.errors import ModelError, OptionError
 from coec.models import formats
 from coec.models.architectures import ARCHITECTURES, packaged
@@ -16,7 +17,6 @@ from coec.models.formats import LOADERS, TARGETS, YES, Traits, choose_format, sl
 from coec.models.layout import QUANTISED_COLUMNS, Shape, split_over
 from coec.models.non_uniform import NAS
 from coec.planning.plan import Plan
-from coec.config.recipe import Recipe
 from paper_models import LLAMA_70B
 
 

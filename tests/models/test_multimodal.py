@@ -6,13 +6,13 @@ import shutil
 import pytest
 import torch
 import transformers
+from coec.pipeline import write
 from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
-from coec.pipeline import write
 from coec.types import KeptSet
 
 pytestmark = pytest.mark.unchecked  # whole models

@@ -4,13 +4,12 @@ import itertools
 
 import pytest
 import torch
+from coec.settings import Pruning
 
 import tiny_models as tm
-from coec.planning.by_importance import by_importance
-from coec.planning.widths import uniform
-from coec.planning.widths import Rounding, Widths, parameters
 from coec.models.description import Description
-from coec.settings import Pruning
+from coec.planning.by_importance import by_importance
+from coec.planning.widths import Rounding, Widths, parameters, uniform
 
 MODEL = Description.of(tm.raw_config())
 LAYOUT, SHAPES = MODEL.layout, MODEL.shapes

@@ -5,23 +5,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from coec.planning.run import check_room, close_fits, within
+from coec.reconstruction import block_training
+from coec.streaming.two_streams import shards
 
 import coec
 import tiny_models as tm
 from benchmarks.scale import MODELS
-from coec.text.windows import validation_count
+from coec.checkpoint.checkpoint import space_needed
+from coec.checkpoint.folder import check_space
+from coec.config.recipe import Recipe
 from coec.devices import FreeMemory
 from coec.errors import OptionError
-from coec.checkpoint.folder import check_space
 from coec.models.description import Description
-from coec.checkpoint.checkpoint import space_needed
 from coec.planning import ComputeConfig, Forecast, Plan
 from coec.planning.memory import disk, needed_beside, purposes_of
-from coec.config.recipe import Recipe
-from coec.planning.run import check_room, close_fits, within
-from coec.reconstruction import block_training
 from coec.streams.layers import tokens_per_batch
-from coec.streaming.two_streams import shards
+from coec.text.windows import validation_count
 from paper_models import LLAMA_8B
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

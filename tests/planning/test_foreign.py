@@ -5,15 +5,15 @@ import shutil
 
 import pytest
 import torch
+from coec.pipeline import compensate as compensating
 from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-from coec.planning.kept import KEPT, KeptUnits
+from coec.config.recipe import Recipe
 from coec.errors import ModelError, OptionError, OutputError
 from coec.models.matching import RawCheckpoint
-from coec.pipeline import compensate as compensating
-from coec.config.recipe import Recipe
+from coec.planning.kept import KEPT, KeptUnits
 from outcomes import check_refused, succeeded
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}

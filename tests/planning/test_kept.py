@@ -7,13 +7,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from coec.pipeline import solve as solving
 from safetensors.torch import load_file, save_file
 
 import coec
 import tiny_models as tm
-from coec.planning.kept import KEPT, KeptUnits
 from coec.errors import OptionError, UnfinishedError
-from coec.pipeline import solve as solving
+from coec.planning.kept import KEPT, KeptUnits
 from prunings import interrupt
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}

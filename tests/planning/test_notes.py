@@ -3,10 +3,10 @@
 import math
 
 import pytest
+from coec.methods.shrinkage import FEW, PLENTY
 
 import coec
 import tiny_models as tm
-from coec.methods.shrinkage import FEW, PLENTY
 from coec.models.description import Description
 
 LENGTH = 32

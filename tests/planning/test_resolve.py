@@ -4,12 +4,12 @@ import pickle
 from dataclasses import replace
 
 import pytest
-
-import tiny_models as tm
-from coec.models.description import Description
-from coec.config.recipe import Recipe
 from coec.planning.resolve import resolve
 from coec.settings import PRESETS
+
+import tiny_models as tm
+from coec.config.recipe import Recipe
+from coec.models.description import Description
 
 
 def described(family):

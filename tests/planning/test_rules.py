@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import problems
-from coec.planning.by_importance import error_saved, standardised
 from coec.methods.elimination import DAMPING, RIDGE, removal_path
+from coec.planning.by_importance import error_saved, standardised
 from coec.types import Gram
 
 

@@ -4,12 +4,12 @@ import pytest
 
 import coec
 import tiny_models as tm
+from coec.config.recipe import Recipe
 from coec.errors import OptionError
+from coec.methods.selection import kept_count
 from coec.models.description import Description
 from coec.models.layout import QUANTISED_COLUMNS
 from coec.planning.plan import Plan
-from coec.config.recipe import Recipe
-from coec.methods.selection import kept_count
 from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B
 
 

@@ -11,12 +11,12 @@ import torch
 
 import coec
 import tiny_models as tm
+from coec import pruning
+from coec.checkpoint.report import Report
 from coec.config.recovery import Recovery
 from coec.errors import OptionError, UnfinishedError
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec import pruning
-from coec.checkpoint.report import Report
 from coec.recovery import prune_and_recover, session
 from coec.recovery.job import Job
 from coec.recovery.plan import footprints

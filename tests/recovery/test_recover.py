@@ -10,18 +10,18 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.text.windows import window_digests
+from coec.checkpoint.journal import Journal
+from coec.checkpoint.report import Report
 from coec.config.recovery import Recovery
 from coec.errors import CalibrationError, ModelError, OptionError, OutputError, UnfinishedError
 from coec.events import recording
-from coec.checkpoint.journal import Journal
 from coec.models.dense import Dense
 from coec.models.files import sha256
-from coec.checkpoint.report import Report
 from coec.recovery import distillation, session, text
 from coec.recovery import job as job_module
 from coec.recovery.job import Job
 from coec.recovery.text import read_windows
+from coec.text.windows import window_digests
 from problems import failing
 
 SETTINGS = {"tokens": 2048, "seq_len": 32, "learning_rate": 3e-3, "batch_size": 8}

@@ -2,18 +2,18 @@
 
 import pytest
 import torch
+from coec.settings import PRESETS, Calibration, Runtime
+from coec.streaming import windows as module
+from coec.streaming.passes import DensePass
 from torch.nn import functional as F
 
 import coec
 import tiny_models as tm
-from coec.text.tokens import Stream
-from coec.text.windows import all_windows, sample_windows
 from coec.errors import CalibrationError, NumericalError, OptionError
 from coec.models.dense import Dense
-from coec.settings import PRESETS, Calibration, Runtime
-from coec.streaming import windows as module
-from coec.streaming.passes import DensePass
 from coec.streams.windows import check_calibrations, start_entropies, window_maker
+from coec.text.tokens import Stream
+from coec.text.windows import all_windows, sample_windows
 from outcomes import one_line
 
 CPU = torch.device("cpu")

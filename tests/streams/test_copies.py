@@ -12,8 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from coec.streams.layers import AHEAD, Copies
-from coec.streams.layers import Layers
+from coec.streams.layers import AHEAD, Copies, Layers
 
 BATCHES = 12
 

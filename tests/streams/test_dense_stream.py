@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from coec.streaming import layers as module
+from coec.streaming.dense_stream import DenseStream, summed_inputs
 
 import tiny_models as tm
 from coec.models.dense import Dense
-from coec.streaming import layers as module
-from coec.streaming.dense_stream import DenseStream, summed_inputs
 from coec.streams.layers import Layers
 
 IDS = torch.randint(2, tm.VOCABULARY, (5, 32), generator=torch.Generator().manual_seed(3))

@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 import transformers
+from coec.pipeline import depth
+from coec.pipeline.depth import dispensable_blocks
 from safetensors.torch import load_file
 
 import coec
@@ -14,8 +16,6 @@ from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.fewer_blocks import renumbered, without_blocks
-from coec.pipeline import depth
-from coec.pipeline.depth import dispensable_blocks
 from coec.types import KeptSet
 
 pytestmark = pytest.mark.unchecked  # whole models
@@ -182,6 +182,7 @@ def test_layers_of_several_kinds_may_be_counted_by_others(variant, verdict, tmp_
 
 def test_a_killed_run_goes_on_without_the_same_blocks(tokens, tmp_path, monkeypatch):
     from coec.pipeline import prune as pruning
+
     from problems import failing
 
     model = deep("llama", tmp_path / "dense")

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from coec.streaming import head as module
 
 import tiny_models as tm
 from coec.models.dense import Dense
-from coec.streaming import head as module
 from coec.streams.head import Head, Prediction
 
 P = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.2, 0.6]]).log()

@@ -5,19 +5,19 @@ import shutil
 
 import pytest
 import torch
+from coec.pipeline import allocate as allocating
+from coec.streaming.sensitivity import CompensatedConsumer, Sensitivity
 from transformers import AutoModel, AutoModelForCausalLM
 
 import coec
 import tiny_models as tm
-from coec.text.tokens import load_tokenizer
 from coec.errors import CoecError, ModelError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.layout import Shape
-from coec.pipeline import allocate as allocating
 from coec.planning import ComputeConfig, Forecast
-from coec.streaming.sensitivity import CompensatedConsumer, Sensitivity
+from coec.text.tokens import load_tokenizer
 from outcomes import raising
 from prunings import prunes
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from coec.settings import Calibration, Runtime
+from coec.streaming.passes import DensePass
 
 import coec
 import tiny_models as tm
 from coec.errors import CalibrationError
 from coec.models.dense import Dense
-from coec.settings import Calibration, Runtime
-from coec.streaming.passes import DensePass
 from coec.streams.windows import window_maker
 from outcomes import raising
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.text.tokens import load_tokenizer
 from coec.errors import CalibrationError, ModelError
 from coec.models.description import Description
 from coec.streams.self_text import sample_from_model, window_bytes, windows_at_once
+from coec.text.tokens import load_tokenizer
 from paper_models import LLAMA_8B
 
 

@@ -6,8 +6,8 @@ import pytest
 
 import coec
 import tiny_models as tm
-from coec.text.tokens import load_tokenizer, read_stream
 from coec.errors import CalibrationError
+from coec.text.tokens import load_tokenizer, read_stream
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
 CHATS = [[("user", f"w{n} w{n + 1}"), ("assistant", f"w{n + 2}")] for n in range(40)]

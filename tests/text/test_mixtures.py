@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from coec.settings import Calibration, Runtime
 
 import coec
 import tiny_models as tm
-from coec.text.sources import mixture
-from coec.text.windows import by_source, source_digest
+from coec.config.settings import nth_seed
 from coec.errors import CalibrationError
 from coec.models.dense import Dense
-from coec.settings import Calibration, Runtime
-from coec.config.settings import nth_seed
 from coec.streams.windows import check_calibrations, window_maker
+from coec.text.sources import mixture
+from coec.text.windows import by_source, source_digest
 from outcomes import one_line, succeeded
 
 CPU = (torch.device("cpu"), torch.float64, None)

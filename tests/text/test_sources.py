@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from coec.errors import CalibrationError
 from coec.text import sources
 from coec.text.sources import read_parts
-from coec.errors import CalibrationError
 from outcomes import one_line
 
 

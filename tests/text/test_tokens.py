@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, processors
 
 import tiny_models as tm
+from coec.errors import CalibrationError, ModelError
+from coec.models.folder import carry_files
 from coec.text import sources
 from coec.text import tokens as module
 from coec.text.tokens import Extent, Stream, load_tokenizer, read_stream, token_ids
 from coec.text.windows import all_windows, sample_windows
-from coec.errors import CalibrationError, ModelError
-from coec.models.folder import carry_files
 from outcomes import one_line
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import NonNegativeFloat, ValidationInfo, field_validator, model_validator
 
-from coec.config.settings import DtypeName, Settings, setting, without_effect
+from coec.config.settings import DtypeName, Settings, called, setting, without_effect
 from coec.errors import OptionError
 
 SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "magnitude", "random"]
@@ -182,6 +182,12 @@ class Recipe(Settings):
     def sequential(self) -> bool:
         """Whether a block depends on the blocks before it."""
         return self.propagate or self.reconstruct > 0
+
+    def record(self, *without: str) -> dict[str, Any]:
+        """Return all settings but some by name, ready for JSON; a function by its own name."""
+        chosen = {name: getattr(self, name) for name in self.own_functions}
+        names = {n: called(getattr(value, "function", value)) for n, value in chosen.items()}
+        return super().record(*without, *names) | names
 
     @property
     def own_functions(self) -> list[str]:

@@ -65,8 +65,15 @@ class Settings(BaseModel):
         """Return all settings but some by name, ready for JSON; a function by its own name."""
         return self.model_dump(
             mode="json", exclude=set(without), warnings=False,
-            fallback=lambda value: getattr(value, "__name__", type(value).__name__),
+            fallback=called,
         )  # fmt: skip
+
+
+def called(value: Any) -> str:
+    """Return the name of a function, or of an object's class; the same in every process."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 class Described(NamedTuple):

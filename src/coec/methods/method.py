@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import create_model
 
 from coec.config.recipe import CoecOptions, Options, RidgeOptions
-from coec.config.settings import without_effect
+from coec.config.settings import called, without_effect
 from coec.errors import OptionError, did_you_mean
 from coec.methods.closed_form import bias, least_squares, none, rcpu, ridge_to_slice
 from coec.methods.coec import coec
@@ -144,13 +144,6 @@ class Method:
                     f"got {tuple(tensor.shape)} in {tensor.dtype}"
                 )
         return result
-
-
-def called(function: Callable[..., Any]) -> str:
-    """Return the name of a function in messages and reports; the same in every process."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _check_form(method: Method) -> None:
