@@ -131,8 +131,9 @@ def test_a_table_has_ratios_over_the_baseline() -> None:
     rows = [
         {"key": "cpu|0.3|0|fast|0|", "size": "cpu", "row": "fast", "sparsity": 0.3, "seed": 0,
          "perplexity": 40.0, "kl": 0.4, "cpu": 100.0},
-        {"key": "cpu|0.3|0|balanced|0|", "size": "cpu", "row": "balanced", "sparsity": 0.3, "seed": 0,
-         "perplexity": 36.0, "kl": 0.3, "cpu": 250.0, "stories_perplexity": 9.0, "stories_kl": 0.2},
+        {"key": "cpu|0.3|0|balanced|0|", "size": "cpu", "row": "balanced", "sparsity": 0.3,
+         "seed": 0, "perplexity": 36.0, "kl": 0.3, "cpu": 250.0, "stories_perplexity": 9.0,
+         "stories_kl": 0.2},
     ]  # fmt: skip
     table = real.tables(rows, "cpu")
     assert [cell.strip() for cell in table.splitlines()[-1].split("|")[1:-1]] == [
