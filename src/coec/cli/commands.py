@@ -25,7 +25,7 @@ _EXAMPLES = {
                 "coec recover DENSE PRUNED --lora 16 --dry-run"),
     "collect": ("coec collect MODEL STATISTICS --samples 128",
                 "coec collect MODEL STATISTICS --calibration my-text.txt"),
-    "eval": ("coec eval OUT --baseline MODEL", "coec eval OUT --tasks seven --limit 200"),
+    "eval": ("coec eval OUT --baseline MODEL", "coec eval OUT --text my-text.txt --seq-len 2048"),
     "export": ("coec export OUT model.gguf --dtype q8_0",
                "coec export OUT model.gguf --context 8192"),
     "methods": ("coec methods", "coec methods --json"),
