@@ -51,7 +51,8 @@ BUILD_UP: dict[str, Settings] = {
     "+ Gram tempering":               _COEC | {"lambda_a": 0.0},
     "+ anchored align":               _COEC,
 }  # fmt: skip
-"""Rows of the ablation: COEC built up from RCPU, one component a row."""
+"""Rows of the ablation: COEC built up from RCPU, one component a row. In the second row the left
+rotation and the rescale alternate until they converge."""
 VARIANTS: dict[str, Settings] = {
     "prune only":            {"selection": "rcpu", "compensation": "none"},
     "least squares":         {"selection": "rcpu", "compensation": "least-squares"},

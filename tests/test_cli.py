@@ -278,7 +278,7 @@ def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
     """torch raises a plain RuntimeError for the CPU's; others are bugs and keep their traceback."""
     cuda = torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
     bug = RuntimeError("a bug")
-    advice = "coec: out of memory: lower --samples or --seq-len (of --tasks, --batch-size)"
+    advice = "coec: out of memory: lower --samples or --seq-len"
 
     for measured, said in (
         (raising(cuda), f"{advice}, or use --device cpu (CUDA out of memory.)\n"),

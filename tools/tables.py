@@ -18,7 +18,7 @@ from coec.models.formats import LOADERS
 
 _PREFACE = """# Settings
 
-Each is a flag of `coec prune` (`--seq-len`), a key of a recipe or grid (`seq-len` or `seq_len`),
+Each is a flag of `coec prune` (`--seq-len`), a key of a recipe (`seq-len` or `seq_len`),
 and an argument of `coec.prune` (`seq_len`). Defaults are those of the default preset, and of
 `paper` where they differ; `coec methods` lists what every preset sets. `coec collect` sets
 no windows aside by default. This file is written by `python tools/tables.py settings`.

@@ -15,7 +15,7 @@ from coec.cli import signals
 
 _ENDED = tuple(128 + number for number in signals.END_SIGNALS)
 """Exit statuses after the other signals that end a run."""
-_LOWER = "--samples or --seq-len (of --tasks, --batch-size)"
+_LOWER = "--samples or --seq-len"
 
 
 def main() -> None:
