@@ -30,7 +30,7 @@ class Rule:
 
     Attributes:
         importance: of one site's units; None where every block keeps the same fraction.
-        runs_models: True where what a site costs is measured by running pruned models over text.
+        runs_models: True if costs of sites are measured by running pruned models over text.
     """
 
     importance: Importance | None = None
@@ -127,17 +127,16 @@ def by_importance(
 ) -> Widths:
     """Return the widths that keep the most important units, within the parameters of `start`.
 
-    All units are ranked, and one place in the ranking divides those that stay from those that go.
-    Every site keeps one at least. What is left of the parameters behind that place goes to the next
-    units that fit.
+    All units are ranked, and one threshold divides the kept from the removed. Every site keeps at
+    least one. Parameters left over at the threshold go to the next units that fit.
 
     Args:
         model: says where units are, and the shapes of the dense model's tensors.
         start: widths whose parameters are shared out.
-        importances: of the sites among which they are; the others keep what they have.
+        importances: importances of the sites that share; other sites are not changed.
         rounding: to what numbers of units widths are rounded up.
         apart: kinds of sites that share their own parameters only.
-        spare: parameters that may stay besides, at the other kinds.
+        spare: further parameters that may be kept, at the other kinds.
     """
     kept = dict(start.kept)
     pools: dict[str, list[Site]] = {}

@@ -1,8 +1,7 @@
-"""Compensations: what replaces the kept columns of a consumer, as pure functions.
+"""Compensations replace the kept columns of a consumer; all are pure functions.
 
-A compensation is a function of a `SiteProblem` and of its options that returns a `SiteResult`; what
-else must be known of it, a `Method` declares. Add one by writing the function and listing it in
-`methods.py`; nothing else knows their names.
+A compensation takes a `SiteProblem` and its options and returns a `SiteResult`. A `Method` declares
+what must be known before it runs. To add one, write the function and list it in `methods.py`.
 """
 
 import math
@@ -43,17 +42,17 @@ def compensate(
 
     Args:
         weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
-        gram: statistics of its inputs, as many as W₀ has columns.
-        kept: indices of the columns that stay, sorted; or a KeptSet.
+        gram: statistics of the inputs, one channel per column of W₀.
+        kept: sorted indices of the kept columns, or a KeptSet.
         method: a name in COMPENSATIONS, a function `(problem, *, options) -> SiteResult`, or a
-            `Method`, where that must declare something.
+            `Method`, which can declare more.
         value_weight: for an attention output projection: the pruned value projection's rows, one
             per kept column; given to methods that need it.
-        target: T, where `T x` and not `W₀ x` is what the outputs should be, as on the inputs of a
-            pruned model: see `SiteProblem.aim`. Errors are relative to it, and the slice's may be
-            above 1; with every column kept there is still something to compensate.
-        solve_dtype: of the products of long iterations; that of the statistics where None. All else
-            is float64.
+        target: T, if the wanted outputs are `T x` and not `W₀ x`, as on the inputs of a pruned
+            model: see `SiteProblem.aim`. Errors are relative to it, and that of the slice may be
+            above 1. Compensation then changes the weight even if every column is kept.
+        solve_dtype: dtype of the products of long iterations, by default that of the statistics.
+            Everything else is float64.
         options: of the method; unknown ones are errors.
 
     Returns:
@@ -62,8 +61,8 @@ def compensate(
         than eight tokens for every kept column, results are drawn back to the slice.
 
     Raises:
-        OptionError: an unknown method or option, one out of range, shapes that do not fit, or a
-            bias that it did not declare.
+        OptionError: an unknown method or option, a value out of range, shapes that do not fit, or a
+            bias that the method did not declare.
         NumericalError: an input holds NaN or Inf, or numbers overflow in the statistics' dtype.
 
     Example:
@@ -115,7 +114,7 @@ def _drawn_back(problem: SiteProblem, result: SiteResult, method: Method) -> Sit
 
 
 def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
-    """Return the problem in float64, its Grams semidefinite, without parts that nobody needs."""
+    """Return the problem in float64, the Gram semidefinite, with the parts that are needed."""
     gram = problem.gram.to(torch.float64)
     value = problem.value if "value" in method.needs else None
     like = gram.xx
@@ -170,7 +169,7 @@ def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
     else:
         area = input_unit**2
         centred = None if gram.centred is None else gram.centred / area
-        # The largest token energies go: no compensation reads them.
+        # The largest token energies are dropped: no compensation reads them.
         xx, x = gram.xx / area, gram.x / input_unit
         gram = replace(gram, xx=xx, x=x, centred=centred, largest=None)
     return replace(problem, weight=weight, target=target, gram=gram), (weight_unit, input_unit)

@@ -1,4 +1,4 @@
-"""The compensations by name, and what a method is: a function, and what it declares of itself."""
+"""The compensations by name, and `Method`: a function with its declarations."""
 
 import functools
 import inspect
@@ -22,15 +22,15 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 @dataclass(frozen=True)
 class Method:
-    """A compensation, with what must be known of it before it runs.
+    """A compensation and its declarations, which are known before it runs.
 
     Attributes:
         function: `(problem, options) -> SiteResult` where `options` says which options; otherwise
             `(problem, *, options) -> SiteResult`, whose options are its keyword-only arguments.
         adds_bias: whether results may carry a bias, which decides the output format before any
             work. One that was not declared is refused.
-        needs: the parts of the problem that are to be prepared: `value`, the pruned value
-            projection at sites that follow attention.
+        needs: parts of the problem to prepare: `value`, the pruned value projection at attention
+            sites.
         options: the dataclass of the options.
         shrinks: whether results stay near the slice by themselves if tokens are few; `compensate`
             draws others back to it.
@@ -87,7 +87,7 @@ class Method:
         """The options as the function takes them, checked.
 
         Raises:
-            OptionError: one is unknown, missing, not allowed, or without effect beside the others.
+            OptionError: an option is unknown, missing, not allowed, or has no effect.
         """
         # Unknown or bad options first, then missing ones, then those without effect.
         options = self._checked(given)
@@ -111,11 +111,11 @@ class Method:
         return {o: idle[o] for o in idle if o in options and options[o] != defaults[o]}
 
     def __call__(self, problem: SiteProblem, options: "Options | dict[str, Any]") -> SiteResult:
-        """Run it, and hold it to what it declares.
+        """Run the method, and check its result against its declarations.
 
         Raises:
-            OptionError: what it returns is no `SiteResult`, does not fit the problem, or has a bias
-                that it did not declare.
+            OptionError: the result is no `SiteResult`, does not fit the problem, or has a bias that
+                was not declared.
         """
         if isinstance(options, Options):
             result = self.function(problem, options)

@@ -98,16 +98,16 @@ def column_scores(
     seed: int,
     ranges: int = 1,
 ) -> Float[Tensor, " d"]:
-    """Return the scores of columns; a score gets those of these arguments that it declares.
+    """Return the scores of columns; a score function receives the arguments that it declares.
 
     Args:
         score: `(weight, gram) -> scores`, with any of the arguments after it by keyword.
         weight: `W₀`.
         gram: statistics of its inputs.
-        units: how many there are, each of as many consecutive columns.
-        keep: how many of them will stay.
-        seed: of random choices.
-        ranges: equal ranges of consecutive units, of each of which as many stay.
+        units: number of units, of equally many consecutive columns.
+        keep: number of units to keep.
+        seed: seed of random choices.
+        ranges: number of equal ranges of consecutive units; the same number is kept in each.
     """
     offered = {"units": units, "keep": keep, "seed": seed, "ranges": ranges}
     declared = inspect.signature(score).parameters
@@ -115,7 +115,7 @@ def column_scores(
 
 
 def unit_scores(scores: Float[Tensor, " d"], units: int) -> Float[Tensor, " u"]:
-    """Sum the scores of columns to those of units, each of as many consecutive columns."""
+    """Sum the scores of columns over units of equally many consecutive columns."""
     return scores.reshape(units, -1).sum(dim=1)
 
 
@@ -125,12 +125,12 @@ def kept_count(units: int, sparsity: float) -> int:
     Binary arithmetic makes ⌈(1 − 0.7) · 10⌉ = 4; it is 3.
     """
     check_sparsity(sparsity)
-    # repr gives the shortest decimal number of the float, which is the one that was written.
+    # repr gives the shortest decimal number of the float, as the user wrote it.
     return max(1, math.ceil((1 - Fraction(repr(float(sparsity)))) * units))
 
 
 def keep_highest(scores: Float[Tensor, " u"], count: int, ranges: int = 1) -> KeptSet:
-    """The `count` units of highest score, as many of each range; ties break toward the lower index.
+    """The `count` units of highest score, equally many per range; ties go to the lower index.
 
     Raises:
         NumericalError: a score is NaN.
