@@ -1,7 +1,6 @@
 """Every preset with few calibration tokens, against the same units without compensation.
 
-    python -m benchmarks.few_tokens [--models stories260K first-8] [--presets paper fast balanced]
-        [--tokens 64 256] [--seeds 0] [--settings '{"token_weights": "equal"}'] [--table]
+    python -m benchmarks.few_tokens [--models first-8] [--presets fast] [--tokens 64]
 
 30 % is removed, on windows of 64 tokens. Three small trained models are measured by the mean KL of
 the dense model's predictions from the pruned model's, in nats per token of their test text; the
@@ -29,12 +28,9 @@ from benchmarks.instances import SHARED
 from benchmarks.real import Size, evaluation_ids
 from benchmarks.real_model import first_blocks
 
-STORIES, WIKI = (
-    ("tinystories", "train.txt", "test.txt"),
-    ("wikitext-2", "valid.raw.txt", "test.raw.txt"),
-)
+STORIES = "tinystories", "train.txt", "test.txt"
+WIKI = "wikitext-2", "valid.raw.txt", "test.raw.txt"
 TEXTS = {"stories260K": STORIES, "babyllama-1M": STORIES, "wt2-llama": WIKI, "first-8": WIKI}
-"""Folder, calibration text and test text of each model."""
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"guard": False},
     "fast": {"attention_sparsity": 0, "guard": False, "propagate": True},
@@ -52,46 +48,38 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--settings", type=json.loads, default={}, help="added to every preset's")
-    parser.add_argument("--name", default="few_tokens", help="of the file of results")
     parser.add_argument("--shared", type=Path, default=SHARED)
-    parser.add_argument("--again", action="store_true", help="make rows anew")
-    parser.add_argument("--table", action="store_true", help="print the kept rows, and stop")
     chosen = parser.parse_args(arguments)
-    rows = record.load(chosen.name).get("rows", [])
+    rows = record.load("few_tokens").get("rows", [])
     cases = product(chosen.models, chosen.presets, chosen.seeds, chosen.tokens)
-    for model, preset, seed, tokens in () if chosen.table else cases:
+    for model, preset, seed, tokens in cases:
         added = f" {json.dumps(chosen.settings)}" if chosen.settings else ""
         key = f"{model} {preset} {seed} {tokens}{added}"
-        if not chosen.again and any(row["key"] == key for row in rows):
+        if any(row["key"] == key for row in rows):
             continue
-        settings = PRESETS[preset] | chosen.settings | {"preset": preset, "seed": seed}
-        row = {"key": key} | measured(model, chosen.shared, tokens, settings)
+        settings = PRESETS[preset] | chosen.settings | {"preset": preset}
+        row = {"key": key} | measured(model, chosen.shared, tokens, seed, settings)
         print(f"{key:<32}{row['none']:>9.4f}{row['error']:>9.4f}{row['ratio']:>8.3f}", flush=True)
         rows = record.merged(rows, [row], "key")
-        record.save(chosen.name, arguments, {"rows": rows})
+        record.save("few_tokens", arguments, {"rows": rows})
     over = [row["key"] for row in rows if row["ratio"] > BOUND]
     print(f"{len(rows)} rows, {len(over)} above {BOUND}: {', '.join(over)}")
 
 
-def measured(model: str, shared: Path, tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
+def measured(
+    model: str, shared: Path, tokens: int, seed: int, settings: dict[str, Any]
+) -> dict[str, Any]:
     """Return the error of a preset and of its units without compensation."""
     dense, error = judge(model, shared)
     folder, calibration, _ = TEXTS[model]
-    windows = {
+    windows: dict[str, Any] = {
         "sparsity": 0.3, "calibration": shared / "data" / folder / calibration,
-        "samples": tokens // LENGTH, "seq_len": LENGTH,
+        "samples": tokens // LENGTH, "seq_len": LENGTH, "seed": seed,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
         pruned, sliced = Path(work) / "pruned", Path(work) / "sliced"
         coec.prune(dense, pruned, **windows, **settings)
-        plain = {
-            "preset": "paper",
-            "compensation": "none",
-            "kept": pruned,
-            "seed": settings["seed"],
-        }
-        if model == "first-8":
-            plain["dtype"] = "bfloat16"
+        plain: dict[str, Any] = {"preset": "paper", "compensation": "none", "kept": pruned}
         coec.prune(dense, sliced, **windows, **plain)
         found, none = error(pruned), error(sliced)
     return {"error": found, "none": none, "ratio": found / none}

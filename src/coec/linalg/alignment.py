@@ -22,7 +22,7 @@ class Alignment:
     Attributes:
         writer: `U_v`, orthonormal columns, in the same basis as R.
         target: `U_vᵀ Π_anchor U_v`.
-        rows: which rows of R are `R_r` (those of the largest singular values).
+        rows: the rows of R that are `R_r` (of the largest singular values).
         weight: `λ_a`.
     """
 
@@ -74,7 +74,7 @@ class Alignment:
     def resisted(
         self, R: Float[Tensor, "b k"], softness: Float[Tensor, "b b"], turn: Float[Tensor, "b b"]
     ) -> Float[Tensor, "b b"]:
-        """Return what is left of a turn of the modes once the penalty resists it.
+        """Return a turn of the modes, reduced by the resistance of the penalty.
 
         `turn` is a skew gradient times `softness`, the inverse of every plane's half curvature.
         Turns among the aligned rows leave `R_rᵀ R_r` as it is; those between them and the others

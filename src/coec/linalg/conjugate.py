@@ -227,8 +227,7 @@ def _ended(history: list[float], reason: str) -> Convergence:
 def rounded_products(device: torch.device) -> Iterator[None]:
     """Let tensor cores of a CUDA device round the factors of float32 products to TF32.
 
-    For preconditioners, which few digits do. Nothing else changes how a processor multiplies, and
-    what was chosen before is chosen again.
+    For preconditioners, which need few digits. The setting before is restored.
     """
     if device.type != "cuda":
         yield

@@ -157,10 +157,8 @@ def polar(
 ) -> Float[Tensor, "m b"]:
     """`argmax ⟨U, A⟩ s.t. UᵀU = I`, which is `P Qᵀ` of the thin SVD `A = P Σ Qᵀ` (m ≥ b).
 
-    Where A is rank-deficient the maximiser is not unique: among all of them the one closest to
-    `nearest` is returned, so that directions without information do not turn.
-
-    `qdwh` is tried first where an SVD costs dozens of products.
+    If A is rank-deficient the maximiser is not unique: the one closest to `nearest` is returned, so
+    that directions without information do not turn. On a CUDA device `qdwh` is tried first.
 
     Args:
         nearest: orthonormal columns; None leaves the choice to the SVD.

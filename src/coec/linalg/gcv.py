@@ -100,7 +100,7 @@ def global_scale(linear: float, quadratic: float) -> float:
 def led(
     s: Float[Tensor, " b"], weight: Float[Tensor, " b"], rows: Int[Tensor, " r"]
 ) -> Float[Tensor, " b"]:
-    """The values nearest to s of which those of `rows` are the largest, by the factor 1 + `LEAD`.
+    """The values nearest to s such that `rows` have the largest, by the factor 1 + `LEAD`.
 
     Solves `min Σ wᵢ (xᵢ − sᵢ)²  s.t.  xⱼ ≤ (1 − LEAD) xᵢ` for i in `rows` and every other j: values
     that are out of order are pooled at one threshold τ, where what pulls it up and down balances.

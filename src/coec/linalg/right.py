@@ -199,7 +199,7 @@ class Point:
 
 
 Problem = RightProblem | JointProblem
-"""What the conjugate gradient minimises."""
+"""Problems that the conjugate gradient minimises."""
 
 SLACK = 1e-3
 """How soft a plane may be at most, relative to its curvature with U held (see docs/lab/LOG.md)."""

@@ -31,7 +31,7 @@ class Example:
 
     Attributes:
         inputs: hidden states of the pruned model before the block.
-        targets: hidden states of the dense model behind it.
+        targets: hidden states of the dense model after it.
         weights: of every token.
     """
 
@@ -41,7 +41,7 @@ class Example:
 
 
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`(outputs, targets, weights)` of some windows → what is made small, summed over their tokens."""
+"""`(outputs, targets, weights)` of some windows → the objective, summed over their tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Training:
     """Settings of the training of a block.
 
     Attributes:
-        objective: what is made small: its mean over tokens.
+        objective: the mean of this over tokens is minimised.
         passes: over the examples.
         rate: learning rate, relative to the size of a matrix.
         seed: draws the order of the examples in every pass.
@@ -95,7 +95,7 @@ class TrainedBlock:
         theta: the weights of lowest validation error; the start is one of the candidates.
         taken: number of passes after which they were; 0 for the start.
         fitted: mean of the objective over each pass's steps.
-        errors: the objective at the start and behind every pass, on the validation windows.
+        errors: the objective at the start and after every pass, on the validation windows.
     """
 
     theta: Theta
@@ -141,14 +141,14 @@ def train_block(
     # A group for every tensor, since each has a learning rate of its own.
     groups = [{"params": [p], "lr": training.rate * _root_mean_square(p)} for p in theta.values()]
     optimiser = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
-    # Rate × share by step: up over `warm` steps, then down to 0 behind the last.
+    # Rate × share by step: up over `warm` steps, then down to 0 after the last.
     warm = max(1, round(_WARM_UP * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser, lambda step: min((step + 1) / warm, (steps - step) / max(1, steps - warm))
     )
 
     def validation_error(at: Theta) -> float:
-        # What is measured is what will be written: the rounding to the output dtype included.
+        # Measured as it will be written, rounded to the output dtype.
         rounded = {name: p.detach().to(training.written).to(p.dtype) for name, p in at.items()}
         windows, tokens = validation or examples, 0
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -159,7 +159,7 @@ def train_block(
                 tokens += batch.weights.numel()
         return float(total) / tokens
 
-    # Candidates are the start and the state behind every pass.
+    # Candidates are the start and the state after every pass.
     errors, fitted = [validation_error(theta)], list[float]()
     if not math.isfinite(errors[0]):
         raise NumericalError("the outputs of the block at the start are not finite")

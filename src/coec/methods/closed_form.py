@@ -24,9 +24,9 @@ def none(problem: SiteProblem) -> SiteResult:
 
 
 def bias(problem: SiteProblem) -> SiteResult:
-    """The slice, plus the mean output of what is removed as a bias: `W₀[:, dropped] μ_dropped`.
+    """The slice, and the mean output of the removed columns as a bias: `W₀[:, dropped] μ_dropped`.
 
-    With a target T it is what the slice lacks of the target's mean output, `T μ − W_K μ_K`.
+    With a target T the bias is `T μ − W_K μ_K`.
 
     Source: FLAP (An et al. 2024).
     """
@@ -44,7 +44,7 @@ def least_squares(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 
     A ridge of 0 gives the minimum-norm least-squares solution.
 
-    Source: ordinary ridge regression; the unconstrained refit the rotations are compared with.
+    Source: ordinary ridge regression; the unconstrained refit, for comparison.
     """
     start = torch.zeros_like(kept_columns(problem.weight, problem.kept))
     return _drawn_to(start, problem, options)
@@ -53,8 +53,8 @@ def least_squares(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 def ridge_to_slice(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
     """Ridge on the correction: `W̃ = W_K + (Gyx − W_K Gxx)(Gxx + Λ)⁻¹`.
 
-    The penalty is on the distance to the slice, so on the calibration data it is never worse than
-    no compensation, for any Λ.
+    The penalty is on the distance to the slice, so the error on the calibration data is never above
+    that of the slice, for any Λ.
 
     Source: this project.
     """

@@ -23,8 +23,9 @@ from coec.methods.objective import OutputProblem, above, kept_columns, rounding
 from coec.types import KeptSet, SiteProblem, SiteResult
 
 RESOLVED, SPREAD, AGREE = 0.02, 2.0**16, 0.01
-"""What a descent in float32 is trusted with: relative errors above, ratios of weights to outputs
-below, and a difference between its error and that in float64 below (docs/lab/LOG.md)."""
+"""A descent in float32 is accepted if its relative error is above the first, the ratio of weights
+to outputs below the second, and its error within the third of that in float64
+(docs/lab/LOG.md)."""
 
 
 def coec(
@@ -33,23 +34,21 @@ def coec(
     """Rotations on both sides and shrunk singular values of the slice: `Ŵ = U diag(s) R`.
 
     Solves `min 𝓛(Ŵ) + λ_a 𝒜(R)  s.t.  UᵀU = I, R Rᵀ = I` under the tempered Gram `G^α`; the
-    alignment penalty `𝒜` is on where the problem holds a value projection. `CoecOptions` says what
-    can be chosen.
+    alignment penalty `𝒜` is on if the problem holds a value projection.
 
     Source: COEC, docs/METHODS.md §5.
 
     Args:
         problem: the site.
-        options: what can be chosen.
+        options: see `CoecOptions`.
         rounds: largest number of rounds.
         tol: change of the objective in a round, relative to `‖Y‖²`, below which the rounds stop.
 
     Returns:
         The weight; diagnostics hold the error after every round, λ, iterations and the reasons
-        for stopping. Where the descent ends above RCPU (one left rotation and one scale, under the
-        same objective) or above the slice, or is not finite, the better of those two is returned
-        and an event says so. An event also says where tempering or alignment have traded away so
-        much that the untempered error of the whole lies above RCPU's.
+        for stopping. If the descent ends above RCPU (one left rotation and one scale, under the
+        same objective) or above the slice, or is not finite, the better of these two is returned,
+        with an event. Another event says that the untempered error is above that of RCPU.
 
     Raises:
         NumericalError: an input holds NaN or Inf.
@@ -80,7 +79,7 @@ def coec(
 def _target(problem: SiteProblem, unit: float, alpha: float) -> RotationTarget:
     """Return the problem under the tempered Gram, diagonalised, with weights in this unit.
 
-    The CPU diagonalises it where the device of the statistics has no room; an event says so.
+    The CPU diagonalises it if the device of the statistics has no memory for it, with an event.
     """
     device = problem.gram.xx.device
 
@@ -102,7 +101,7 @@ def _target(problem: SiteProblem, unit: float, alpha: float) -> RotationTarget:
 
 @dataclass(frozen=True, eq=False)
 class _Site:
-    """Kept columns, and what they are to be compensated towards.
+    """Kept columns and their problem.
 
     Attributes:
         W_K: the kept columns, in the weight's unit.
@@ -119,8 +118,8 @@ class _Site:
     def solved(self, dtype: torch.dtype) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
         """Return the descent's weight and its summary, or the fallback if it is not sound.
 
-        A descent in fewer digits than the target's is checked in all of them, and done again in all
-        of them where fewer do not tell how it goes.
+        A descent in fewer digits than the target's is checked in all digits, and repeated in all
+        digits if it is not accepted.
         """
         if not self.target.yy > 0:
             record("the dense output is 0 on the calibration data: slice kept")
@@ -141,11 +140,11 @@ class _Site:
         return W, descended.summary(aligned=self.anchor is not None)
 
     def _narrow(self, dtype: torch.dtype) -> Descended | None:
-        """Return the descent in fewer digits; None, and an event, where these are too few.
+        """Return the descent in fewer digits; None, with an event, if these are too few.
 
-        They are where it fails, where its error differs from that in all digits, where that is
-        below `RESOLVED`, and where `‖W_K‖² tr Gxx / yy` is above `SPREAD`: with a few huge channels
-        of small weight, rounding a rotation moves their output by far more than that of the others.
+        They are too few if the descent fails, if its error differs from that in all digits or is
+        below `RESOLVED`, or if `‖W_K‖² tr Gxx / yy` is above `SPREAD`: with a few huge channels of
+        small weight, rounding a rotation moves their output by far more than that of the others.
         """
         W_K, target = self.W_K, self.target
         try:
@@ -160,13 +159,13 @@ class _Site:
             error = target.error(descended.state.frame)
             if error < RESOLVED:
                 raise NumericalError("the error is small")
-            if not abs(error - descended.errors[-1]) <= AGREE * error:  # nor where it is no number
+            if not abs(error - descended.errors[-1]) <= AGREE * error:  # nor if it is no number
                 raise NumericalError("the error comes out otherwise")
         except NumericalError as reason:
             name = str(dtype).removeprefix("torch.")
             record(f"{name} has too few digits here ({reason}): solved in float64")
             return None
-        # Its events count only now: those of a descent that is thrown away say nothing.
+        # Events of a descent that is thrown away are not reported.
         for event in events:
             record(event)
         return descended
@@ -184,7 +183,7 @@ class _Site:
         end = descended.objectives[-1]
         if not math.isfinite(end):
             raise NumericalError("the descent ended at NaN or Inf")
-        # Above RCPU or the slice, on what was minimised, a descent has broken down.
+        # A descent that ends above RCPU or the slice on its own objective has broken down.
         dtype = self.W_K.dtype
         for name, bound in {"RCPU": descended.rcpu, "the slice": descended.objectives[0]}.items():
             if above(end, bound, dtype):
@@ -211,8 +210,8 @@ class _Site:
 def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m k"]:
     """Return W, or RCPU's weight where W's error lies above the slice's, and an event.
 
-    The error is the untempered one, which was not minimised; RCPU's is never above the slice's. An
-    event also says where W's lies above RCPU's.
+    The error is the untempered one, which was not minimised; that of RCPU is never above the
+    slice's. An event also says that the error of W is above that of RCPU.
     """
     target = OutputProblem.of_site(problem)
     error = target.error(W)

@@ -27,7 +27,7 @@ _RISE = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Start of a descent, and the errors that its end is compared with.
+    """Start of a descent, and the errors with which its end is compared.
 
     Attributes:
         slice: the slice's frame.
@@ -62,7 +62,7 @@ class Origin:
 
         RCPU is one left rotation and one scale, neither of which changes R, and so not `𝒜`.
         """
-        with recording():  # its own safeguards count only where it is what comes out
+        with recording():  # its safeguards are reported only if it is the result
             frame, error = self.turned.scaled(target)
         return frame, error + self.added
 
@@ -96,8 +96,8 @@ class Descended:
         state: after the last round.
         errors: the relative error (tempered) of the slice, after the first left step and rescale,
             and after every round.
-        penalties: `𝒜` at the same moments, on the rows that are aligned then; 0 without an anchor.
-        objectives: `𝓛 + λ_a 𝒜` likewise, what the rounds minimise.
+        penalties: `𝒜` at the same moments, on the rows aligned then; 0 without an anchor.
+        objectives: `𝓛 + λ_a 𝒜` at the same moments, which the rounds minimise.
         rcpu: the objective of RCPU.
         reason: why it stopped.
         right: how every right solve ended.
@@ -112,14 +112,14 @@ class Descended:
     right: list[Convergence] = field(default_factory=list)
 
     def advance(self, state: State) -> None:
-        """Note the state after one more rescale that ends a round."""
+        """Add the state at the end of a round."""
         self.state = state
         self.errors.append(state.error)
         self.penalties.append(state.penalty)
         self.objectives.append(state.objective)
 
     def summary(self, *, aligned: bool) -> dict[str, Any]:
-        """JSON-ready numbers for the report; those of alignment only where there is one."""
+        """JSON-ready numbers for the report."""
         alignment = {
             "penalties_per_round": self.penalties,
             "objectives_per_round": self.objectives,
@@ -144,9 +144,9 @@ class Descent:
 
     Two sets of rules. With `gradient` they are the source's: the rows to align are chosen anew
     before every right solve, and the loop ends when the relative error changes by less than `tol`.
-    Otherwise the rows are those that lead after the first rescale, and every later rescale keeps
-    them in the lead: the rounds then minimise one objective, `𝓛 + λ_a 𝒜`, which falls in each of
-    them, and the loop ends when it falls by less than `tol`.
+    Otherwise the leading rows after the first rescale are aligned, and every later rescale keeps
+    them in the lead: all rounds minimise one objective, `𝓛 + λ_a 𝒜`, which falls in every round,
+    and the loop ends when it falls by less than `tol`.
     """
 
     options: CoecOptions
@@ -224,7 +224,7 @@ class Descent:
         if self.options.rotation != "left":
             frame, convergence = self.turned_right(frame, target, alignment)
             solves.append(convergence)
-            # Where U follows R, singular values for the U of before would be out of step.
+            # If U follows R, singular values for the U before would be out of step.
             if self.options.rotation == "two-sided" and self._faithful:
                 frame, _, _ = frame.rescaled(target, self.options, leading)
         # U-step, then the rescale that ends a round

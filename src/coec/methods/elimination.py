@@ -1,6 +1,6 @@
 """Greedy backward elimination: the optimal brain surgeon on whole columns (METHODS §3).
 
-Some columns went, and those of a set S stay, refitted by ridge regression: W is their weight and
+The columns of a set S are left, refitted by ridge regression: W is their weight and
 `A = (G_SS + δ diag G_SS + λI)⁻¹`. To remove unit g, some columns of both, costs
 
     tr(W_g A_gg⁻¹ W_gᵀ)          (‖W_j‖² / A_jj for a single column j)
@@ -42,7 +42,7 @@ inside it at the speed of memory, which are the average of `3 d · PANEL` operat
 _STRIP = 512
 """Rows of a triangle that are updated together."""
 CROWDED = 15 / 16
-"""What was removed is dropped from the matrices when less than this share of them is left."""
+"""Removed columns are dropped from the matrices if less than this share is left."""
 TIE = 1e-9
 """Costs that differ by less than this, relatively, are equal: A is not known better."""
 
@@ -52,16 +52,16 @@ def obs(
 ) -> Float[Tensor, " d"]:
     """The unit that costs least once the rest is refitted goes first, one by one.
 
-    The scores rank the units by the step at which they went, counted from 0; those that stay share
-    the highest. Of units that cost the same, the highest index goes.
+    The scores rank the units by the step of their removal, counted from 0; kept units share the
+    highest. Of units of equal cost, the highest index is removed.
 
     Three d×d matrices in float64 at the peak, `gram.xx` included if it is of that dtype.
 
     Args:
         weight: `W₀`.
         gram: statistics of its inputs.
-        units: how many there are, each of as many consecutive columns.
-        keep: how many of them stay.
+        units: number of units, of equally many consecutive columns.
+        keep: number of units to keep.
         ranges: as in `removal_path`.
 
     Raises:
@@ -86,7 +86,7 @@ def removal_path(
     panel: int = PANEL,
     ranges: int = 1,
 ) -> list[tuple[int, float]]:
-    """Return the units that go, first to last, and what each costs once the rest is refitted.
+    """Return the removed units in order, and the cost of each after the rest is refitted.
 
     Costs are squares of outputs, summed over the tokens of the Gram, with the ridge's share, in
     units of the path's own.
@@ -94,11 +94,11 @@ def removal_path(
     Args:
         weight: `W₀`.
         G: the Gram.
-        units: how many there are.
-        keep: how many of them stay, at least 1.
+        units: number of units.
+        keep: number of units to keep, at least 1.
         panel: columns whose removals are gathered, where a unit is one column.
-        ranges: equal ranges of consecutive units, of several columns each, that lose one unit in
-            turn: of each as many stay whenever all have lost one more.
+        ranges: number of equal ranges of consecutive units, of several columns each; they lose one
+            unit in turn.
 
     Raises:
         NumericalError: the weight is not finite.

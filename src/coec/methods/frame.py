@@ -40,8 +40,8 @@ class RotationTarget:
     def of(cls, problem: OutputProblem) -> "RotationTarget":
         """Diagonalise Gxx once; every later product with it is elementwise.
 
-        Directions of Gxx that are noise get no energy and no part in the output: their energy may
-        come out at 0 or below, and the output that they seem to give would then cost nothing.
+        Directions of Gxx that are noise get no energy and no part in the output: computed energies
+        may be 0 or below, and the output of such directions would then cost nothing.
         """
         mu, E = eigh(problem.Gxx)
         # Gxx → E, μ; Gyx → Gyx E; noise is 0 in both
@@ -56,7 +56,7 @@ class RotationTarget:
     def error(self, frame: "Frame") -> float:
         """Return `𝓛(Ŵ)` of a frame of any dtype, in the dtype of the problem.
 
-        Taken from the product of the factors: a frame from fewer digits is not quite orthonormal.
+        Computed from the product of the factors: frames from fewer digits are not orthonormal.
         """
         # Ŵ E, m×k → (Σ (Ŵ E)² μ − 2 ⟨Ŵ, Gyx⟩ + yy) / yy
         W = (frame.U.to(self.mu) * frame.s.to(self.mu)) @ frame.R.to(self.mu)
@@ -126,7 +126,7 @@ class Frame:
         return torch.topk(self.s, min(count, len(self.s))).indices
 
     def led_by(self, rows: Int[Tensor, " r"], target: RotationTarget) -> "Frame":
-        """The nearest singular values, by what they weigh in the error, of which `rows` lead."""
+        """The nearest singular values, weighted by energy, of which `rows` are the largest."""
         energy = self.energy(target)
         tiny = torch.finfo(energy.dtype).tiny
         return replace(self, s=led(self.s, energy.clamp_min(tiny), rows))
@@ -137,10 +137,10 @@ class Frame:
         options: CoecOptions,
         leading: Int[Tensor, " r"] | None = None,
     ) -> tuple["Frame", Rescaled, float]:
-        """New singular values (METHODS §5.3), what chose them, and the relative error with them.
+        """New singular values (METHODS §5.3), λ, and the relative error with them.
 
         Args:
-            leading: modes that stay the largest.
+            leading: modes that remain the largest.
         """
         # (U, R) → ρ, e → s(λ); 𝓛 needs no more than these three
         response, energy = self.response(target), self.energy(target)
@@ -180,9 +180,9 @@ class Anchor:
 
     Attributes:
         writer: `U_v`, the leading left singular vectors of the pruned value projection, no more
-            than its rank: those beyond are rounding, and any would do.
+            than its rank.
         target: `U_vᵀ Π_anchor U_v`, `Π_anchor = V Vᵀ`, `V = orth(V_full[K, :r_p])` with `V_full`
-            the right singular vectors of the unpruned consumer, likewise.
+            the right singular vectors of the unpruned consumer.
         weight: `λ_a`.
         r_p: how many leading rows of the frame are aligned.
     """
@@ -223,11 +223,11 @@ class Anchor:
 
 
 def _leading_left(A: Float[Tensor, "m n"], count: int) -> Float[Tensor, "m r"]:
-    """Left singular vectors, descending: as many as the rank, and at most so many.
+    """Leading left singular vectors, descending; no more than the rank.
 
-    Eigenvectors of `A Aᵀ` cost a third to a half of an SVD, and exist where query heads repeat the
-    rows of A, which the polar iteration of a GPU's SVD cannot divide by. Squaring halves the digits
-    of small singular values: the SVD is for those, and for tall matrices, of which it is cheap.
+    Eigenvectors of `A Aᵀ` cost a third to a half of an SVD, and exist if query heads repeat rows of
+    A, for which the polar iteration of a GPU fails. Squaring halves the digits of small singular
+    values: the SVD is used for these, and for tall matrices, where it is cheap.
     """
     if A.shape[0] <= A.shape[1]:
         unit = A / power_of_two(A)

@@ -1,4 +1,4 @@
-"""What every compensation minimises: the relative reconstruction error over the kept inputs."""
+"""The objective of every compensation: the relative reconstruction error over the kept inputs."""
 
 import math
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ class OutputProblem:
 
     Attributes:
         Gxx: `G[K, K]`.
-        Gyx: `T G[:, K]`, T what the outputs should be products of (`SiteProblem.aim`): W₀ where the
-            inputs are the dense model's.
-        energy: `diag(T G Tᵀ)`, the energy of every output.
+        Gyx: `T G[:, K]`, T the map to the wanted outputs (`SiteProblem.aim`), W₀ on the inputs of
+            the dense model.
+        yy: `tr(T G Tᵀ) = ‖Y‖_F²`.
         precision: of the entries of Gxx, see `coec.linalg.spd.noise`.
     """
 
     Gxx: Float[Tensor, "k k"]
     Gyx: Float[Tensor, "m k"]
-    energy: Float[Tensor, " m"]
+    yy: float
     precision: float = 0.0
 
     @classmethod
@@ -46,7 +46,7 @@ class OutputProblem:
         """Return the problem of giving `T x` from the kept columns, under the second moment G."""
         K = kept.indices
         TG = aim @ G
-        return cls(G[K][:, K], TG[:, K], (TG * aim).sum(dim=1), precision)
+        return cls(G[K][:, K], TG[:, K], float((TG * aim).sum(dim=1).sum()), precision)
 
     @classmethod
     def of_site(cls, problem: SiteProblem) -> "OutputProblem":
@@ -62,7 +62,7 @@ class OutputProblem:
         alpha: float,
         precision: float = 0.0,
     ) -> "OutputProblem":
-        """Return the problem under `(G/u)^α = F Fᵀ`, of which only what is needed is formed.
+        """Return the problem under `(G/u)^α = F Fᵀ`, which is not formed itself.
 
         The unit u, a power of two about the largest channel energy, keeps every number moderate.
         Directions of G that are noise are left out of F.
@@ -71,19 +71,14 @@ class OutputProblem:
         F = root(G, alpha, unit, precision)
         if F is None:
             plain = cls.of(aim, G, kept)
-            return cls(plain.Gxx / unit, plain.Gyx / unit, plain.energy / unit, precision)
+            return cls(plain.Gxx / unit, plain.Gyx / unit, plain.yy / unit, precision)
         # F, d×d → F_K and T F → Gxx = F_K F_Kᵀ, Gyx = T F F_Kᵀ; G^α itself is never formed
         F_K, TF = F[kept.indices], aim @ F
         del F
-        return cls(F_K @ F_K.T, TF @ F_K.T, TF.square().sum(dim=1))
-
-    @property
-    def yy(self) -> float:
-        """`tr(T G Tᵀ) = ‖Y‖_F²`."""
-        return float(self.energy.sum())
+        return cls(F_K @ F_K.T, TF @ F_K.T, float(TF.square().sum(dim=1).sum()))
 
     def error(self, W: Float[Tensor, "m k"]) -> float:
-        """`𝓛(W)`; 0 when what the outputs should be is itself 0 on the calibration data."""
+        """`𝓛(W)`; 0 if the wanted outputs are 0 on the calibration data."""
         yy = self.yy
         if not yy > 0:
             return 0.0
@@ -101,15 +96,12 @@ def relative_errors(
 ) -> tuple[float, float]:
     """`𝓛` of the slice and of a compensation, bias included, on any statistics (METHODS §4).
 
-    On the statistics that the compensation was made from this is the fit; on others, such as
-    validation windows, it says how well the fit carries over.
-
     `𝓛(W) = tr(Δ G Δᵀ) / yy`, `Δ = T − W̃`, W̃ holding W at the kept columns and 0 elsewhere: one
-    quadratic form of what is lost. Unlike `OutputProblem.error` it is no difference of numbers of
-    the size of yy, so small errors keep their digits. Nothing of the size of G is formed.
+    quadratic form. Unlike `OutputProblem.error` it is no difference of numbers of the size of yy,
+    so small errors keep their digits. Nothing of the size of G is formed.
 
     Args:
-        target: what the errors are relative to, where that is not the weight (`SiteProblem.aim`).
+        target: T, if it is not the weight (`SiteProblem.aim`).
     """
     aim = weight if target is None else target
     yy = output_energy(aim, gram.xx)
