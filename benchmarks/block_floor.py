@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import coec.streaming.two_streams
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,7 +33,6 @@ from torch.utils._pytree import tree_map_only
 import coec.devices
 import coec.linalg.decompose
 import coec.streams.layers
-import coec.streaming.two_streams
 import coec.types
 from benchmarks import record, two_blocks
 from benchmarks.meter import OPERATORS, Counter

@@ -75,14 +75,15 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
 
     Statistics of 64 windows of 256 tokens of the model's own calibration text; selection `rcpu`.
     """
-    from coec.calibration.tokens import load_tokenizer, read_stream
-    from coec.calibration.windows import sample_windows
+    from coec.streaming.dense_stream import DenseStream
+
+    from coec.config.recipe import Recipe
+    from coec.methods.selection import keep_highest, unit_scores
     from coec.models.dense import Dense
     from coec.models.surgery import value_rows
     from coec.planning import Plan
-    from coec.planning.recipe import Recipe
-    from coec.selection import keep_highest, unit_scores
-    from coec.streaming.dense_stream import DenseStream
+    from coec.text.tokens import load_tokenizer, read_stream
+    from coec.text.windows import sample_windows
 
     folder = shared / "models" / model
     checkpoint = Dense.open(folder)

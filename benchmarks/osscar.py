@@ -84,8 +84,8 @@ def _code() -> Any:
 
 def _windows(model: Path, windows: Any) -> Tensor:
     """Draw the calibration windows that `coec.prune` would."""
-    from coec.models.dense import Dense
     from coec.config.recipe import Recipe
+    from coec.models.dense import Dense
     from coec.streams.windows import window_maker
 
     recipe = Recipe(preset="paper", **windows)

@@ -296,11 +296,12 @@ def _trained(case: dict[str, Any], out: Path) -> dict[str, Any]:
 
     Seconds hold those of the pruning; what the training's report says is there too.
     """
+    from coec.settings.recovery import Recovery
+
     import coec
     from benchmarks.recover import same_windows
     from coec.devices import choose_device
     from coec.recovery.plan import footprints
-    from coec.settings.recovery import Recovery
 
     pruning = dict(case["settings"])
     settings = pruning.pop("recover")

@@ -161,11 +161,11 @@ def same_windows(
 ) -> str:
     """Write the windows that a pruning is calibrated on, as token ids; return the file."""
     import numpy as np
+    from coec.settings import Calibration, Runtime
 
+    from coec.models.dense import Dense
     from coec.text.tokens import Extent
     from coec.text.windows import sample_windows, text_stream
-    from coec.models.dense import Dense
-    from coec.settings import Calibration, Runtime
 
     model = Dense.open(dense)
     settings = Calibration(source=str(calibration), samples=samples, seq_len=seq_len, seed=seed)

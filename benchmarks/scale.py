@@ -15,13 +15,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from coec.settings.recovery import Recovery
 
 import coec
 from benchmarks import record
 from coec.models.description import Description
 from coec.planning import ComputeConfig, Forecast, Plan
 from coec.recovery.plan import footprints
-from coec.settings.recovery import Recovery
 
 COMMON = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",

@@ -27,13 +27,13 @@ from unittest import mock
 import numpy as np
 import torch
 import transformers
+from coec.streaming import worker_group
+from coec.streaming.two_streams import TwoStreams
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import record
 from coec.errors import CoecError
-from coec.streaming import worker_group
-from coec.streaming.two_streams import TwoStreams
 
 BLOCKS, SPARSITY, VOCABULARY = 2, 0.3, 32_000
 
