@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from coec.pipeline.report import Report
     from coec.planning import Plan
     from coec.planning.recipe import Recipe
-    from coec.recovery import recover  # type: ignore[no-redef]  # of mypy, in a cycle of types
+    from coec.recovery import recover
     from coec.streaming.statistics import Statistics
     from coec.types import Gram, KeptSet, SiteProblem, SiteResult
 

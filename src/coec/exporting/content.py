@@ -1,4 +1,4 @@
-"""The content of a GGUF file, planned before a byte of it is written.
+"""The content of a GGUF file, planned before a byte of it is written, and its writing.
 
 A tensor has another name there than in the model, perhaps another order of rows, and numbers of
 fewer bits.
@@ -6,20 +6,36 @@ fewer bits.
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, get_tensor_name_map
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGML_QUANT_VERSION,
+    GGMLQuantizationType,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    get_tensor_name_map,
+)
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.quants import quantize
 from jaxtyping import Float
 from torch import Tensor
 
 from coec.errors import ModelError
+from coec.events import Progress
 from coec.exporting import DEFAULT_DTYPES, GGUF_DTYPES
-from coec.exporting.hyperparameters import Hyperparameters
-from coec.exporting.targets import ExportTarget, check_known, choose_target
+from coec.exporting.hyperparameters import (
+    FACTORS,
+    LINEAR,
+    YARN,
+    ExportTarget,
+    Hyperparameters,
+    choose_target,
+)
 from coec.exporting.tokenizer import GgufTokenizer, tokenizer_of
 from coec.models.dense import Dense
 
@@ -34,6 +50,21 @@ _HALVES = {torch.float16: GGUF_TYPES["f16"], torch.bfloat16: GGUF_TYPES["bf16"]}
 _LARGEST = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "BF16": torch.finfo(torch.bfloat16).max}
 """Largest numbers that a type can hold."""
 _SUFFIXES = (".weight", ".bias")
+_FILE_TYPES = {
+    "f32": LlamaFileType.ALL_F32,
+    "f16": LlamaFileType.MOSTLY_F16,
+    "bf16": LlamaFileType.MOSTLY_BF16,
+    "q8_0": LlamaFileType.MOSTLY_Q8_0,
+}
+_MULTIPLIERS = {
+    "attention_multiplier": GGUFWriter.add_attention_scale,
+    "embedding_multiplier": GGUFWriter.add_embedding_scale,
+    "residual_multiplier": GGUFWriter.add_residual_scale,
+    "logits_scaling": GGUFWriter.add_logit_scale,
+}
+"""Writer's methods for Granite's multipliers, by their keys in a configuration."""
+_DIVISORS = "rope_freqs.weight"
+"""Tensor of the divisors of rotary frequencies."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +86,7 @@ class Entry:
     @property
     def size(self) -> int:
         """Size in bytes."""
-        return self.size_as(self.gguf_type)
-
-    def size_as(self, gguf_type: GGMLQuantizationType) -> int:
-        """Size in bytes with numbers of another type."""
-        numbers, size = GGML_QUANT_SIZES[gguf_type]
+        numbers, size = GGML_QUANT_SIZES[self.gguf_type]
         return math.prod(self.shape) * size // numbers
 
     def read(self, model: Dense) -> np.ndarray:
@@ -137,7 +164,6 @@ class ExportPlan:
         cls, model: Dense, dtype: str | None, context: int | None, *, with_tokenizer: bool
     ) -> "ExportPlan":
         """Plan a file; raises CoecError where llama.cpp would compute another model."""
-        check_known(model.architecture.model_type)
         facts = Hyperparameters.of(model, context)
         target = choose_target(model, facts)
         heads = dict(zip(_ROTATED, (facts.heads, facts.kv_heads))) if target.interleaved else {}
@@ -153,15 +179,68 @@ class ExportPlan:
         return tuple(e for e in self.entries if len(e.shape) > 1 and e.gguf_type != chosen)
 
     @property
-    def fallback_bytes(self) -> int:
-        """Difference in bytes to matrices of the chosen dtype."""
-        chosen = GGUF_TYPES[self.dtype]
-        return sum(entry.size - entry.size_as(chosen) for entry in self.fallback)
-
-    @property
     def size(self) -> int:
         """Size of the file in bytes, rounded up."""
         tokens = self.tokenizer.tokens if self.tokenizer else ()
         # UTF-8 has at most 4 bytes a character; the rest is for lengths, types and scores.
         described = sum(4 * len(token) + 24 for token in tokens)
         return _METADATA + described + sum(entry.size for entry in self.entries)
+
+
+def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
+    """Write the file in one pass over the model's tensors, which its dtype must hold."""
+    writer = GGUFWriter(path, plan.target.name)
+    factors = np.array(plan.facts.rotary.factors, dtype=np.float32)
+    try:
+        _describe(writer, plan)
+        if plan.facts.rotary.scaling == FACTORS:
+            writer.add_tensor_info(_DIVISORS, factors.shape, factors.dtype, factors.nbytes)
+        # Names, shapes and types of all tensors come first in the file, their numbers later.
+        for entry in plan.entries:
+            # Beside the type, the dtype of the numbers plays no role.
+            dtype = np.dtype(np.float32)
+            writer.add_tensor_info(entry.name, entry.shape, dtype, entry.size, entry.gguf_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if plan.facts.rotary.scaling == FACTORS:
+            writer.write_tensor_data(factors)
+        for count, entry in enumerate(plan.entries, start=1):
+            writer.write_tensor_data(entry.read(plan.model))
+            if progress:
+                progress("writing", count, len(plan.entries))
+    finally:
+        writer.close()
+
+
+def _describe(writer: GGUFWriter, plan: ExportPlan) -> None:
+    facts, shape = plan.facts, plan.model.shape
+    writer.add_type("model")
+    writer.add_name(facts.name)
+    writer.add_file_type(_FILE_TYPES[plan.dtype])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_vocab_size(plan.model.vocabulary)
+    writer.add_context_length(facts.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(len(facts.heads))
+    # One number where all blocks are alike: most architectures read no list.
+    first = 0 if facts.uniform else slice(None)
+    writer.add_head_count(facts.heads[first])
+    writer.add_head_count_kv(facts.kv_heads[first])
+    writer.add_feed_forward_length(facts.ffn[first])
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(facts.epsilon)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(facts.rotary.base)
+    if facts.rotary.scaling in (LINEAR, YARN):
+        writer.add_rope_scaling_type(RopeScalingType(facts.rotary.scaling))
+        writer.add_rope_scaling_factor(facts.rotary.factor)
+    if facts.rotary.scaling == YARN:
+        writer.add_rope_scaling_orig_ctx_len(facts.rotary.original)
+    for key, value in facts.multipliers.items():
+        _MULTIPLIERS[key](writer, value)
+    if plan.tokenizer is None:
+        writer.add_tokenizer_model("none")  # a file that takes and gives token ids alone
+    else:
+        plan.tokenizer.add_to(writer)
