@@ -34,7 +34,11 @@ def end(*given, **more):
     raise KeyboardInterrupt
 
 
-STAGES = {"prune": (pruning, "prune"), "checked": (Job, "checked"), "train": (session, "train")}
+STAGES = {
+    "prune": (pruning, "prune"),
+    "checked": (Job, "checked"),
+    "train": (session.Session, "train"),
+}
 
 
 @pytest.fixture

@@ -268,7 +268,7 @@ class TrainingMonitor(TrainerCallback):
     """
 
     def __init__(
-        self, pieces: Journal | None, tokens_per_step: int, start: float, progress: Progress | None
+        self, pieces: Journal | None, tokens_per_step: int, start: float, progress: Progress
     ) -> None:
         self._pieces, self._tokens, self._progress = pieces, tokens_per_step, progress
         self._most = max(2 * start, start + 1)
@@ -277,9 +277,8 @@ class TrainingMonitor(TrainerCallback):
         """Show how many tokens are done; look at the last state and save it in any case."""
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
-        if self._progress:
-            steps = state.global_step, state.max_steps
-            self._progress("training on tokens", *(count * self._tokens for count in steps))
+        steps = state.global_step, state.max_steps
+        self._progress("training on tokens", *(count * self._tokens for count in steps))
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -328,22 +327,19 @@ def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
         saved: digests of the files of every state that was on the disk, by step.
     """
     # States in the journal → those whose files are as they were saved → the others are removed
-    intact: dict[str, Path] = {}
+    intact: list[str] = []
     for step, digests in sorted(saved.items()):
         path = folder / f"checkpoint-{step}"
-        if not os.path.lexists(path):
-            continue  # it gave way to later ones
         if not path.is_symlink() and digests_in(path) == digests:
-            intact[str(path)] = path
-        else:
+            intact.append(str(path))
+        elif os.path.lexists(path):  # it did not just give way to later ones
             record(f"'{path}' is not what was saved: training goes on with an earlier state")
-    if folder.is_dir():
-        for path in folder.glob("checkpoint-*"):
-            if str(path) not in intact:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in folder.glob("checkpoint-*"):
+        if str(path) not in intact:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     # The Trainer loads the best state in the end: a state whose best one is lost is of no use.
-    for name, path in reversed(intact.items()):
-        state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    for name in reversed(intact):
+        state = json.loads(Path(name, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         if state["best_model_checkpoint"] in (None, *intact):
             return name
     return None
