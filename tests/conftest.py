@@ -24,8 +24,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import tiny_models as tm
-from coec import ending
-from coec.cli.signals import END_SIGNALS
+from coec.cli.signals import END_SIGNALS, end
 from places import SHARED
 
 TESTS = Path(__file__).resolve().parent
@@ -124,7 +123,7 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    ending.forget()
+    end()
 
 
 @pytest.fixture(scope="session")

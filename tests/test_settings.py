@@ -24,7 +24,6 @@ from coec.selection import SELECTIONS
 from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
 from coec.settings import typed as typed_settings
 from coec.settings.options import COMPENSATION_OPTIONS
-from coec.settings.recovery import Recovery
 from coec.types import SiteResult
 from outcomes import one_line, succeeded
 from tools import tables
@@ -109,8 +108,6 @@ def test_functions_take_the_settings_by_their_types():
     assert tables.typed() == written, "write it anew: python tools/tables.py typed > …/typed.py"
     taken = {"options", "trust_remote_code", *settings.NAMES}
     assert typed_settings.PruningSettings.__annotations__.keys() == taken
-    names = {item.name for item in Recovery.table()}
-    assert typed_settings.RecoverySettings.__annotations__.keys() == names
     for function in (package.prune, package.plan, package.collect, package.compensate_pruned):
         parameter = inspect.signature(function).parameters["settings"]
         assert parameter.annotation == Unpack[typed_settings.PruningSettings]

@@ -32,7 +32,8 @@ COMMANDS = {
          "coec prune MODEL OUT --preset best --recover 20M"),
     ),
     "compensate": Entry(
-        "prune", "Compensate what another program pruned from DENSE; write the result to OUT.",
+        "prune",
+        "Compensate DENSE for the units that another program removed in PRUNED, and write OUT.",
         ("coec compensate DENSE PRUNED OUT --preset best",
          "coec compensate DENSE PRUNED OUT --calibration my-text.txt"),
     ),
@@ -56,7 +57,7 @@ COMMANDS = {
          "coec export OUT model.gguf --context 8192"),
     ),
     "methods": Entry(
-        "methods", "List presets, selections, compensations and architectures.",
+        "methods", "List presets, selections, compensations with their options, and architectures.",
         ("coec methods", "coec methods --json"),
     ),
 }  # fmt: skip
