@@ -1,1 +1,1 @@
-"""Benchmarks: `make bench` runs them all, `python -m benchmarks.NAME` runs one."""
+"""Benchmarks: `python -m benchmarks.NAME` runs one."""

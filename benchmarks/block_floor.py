@@ -36,8 +36,7 @@ import coec.streaming.layers
 import coec.streaming.two_streams
 import coec.types
 from benchmarks import record, two_blocks
-from benchmarks.meter import Counter
-from benchmarks.real_floor import RUN
+from benchmarks.meter import OPERATORS, Counter
 
 _aten = torch.ops.aten
 RATES = {torch.bfloat16: 783e12, torch.float32: 413e12, torch.float64: 64.6e12}
@@ -80,7 +79,9 @@ class Count(Counter):
     """Adds up the floor by part, and the bytes of tensors."""
 
     def __init__(self) -> None:
-        super().__init__(RATES, RUN | {f: _slowed(RUN[f], rate) for f, rate in _SLOWER.items()})
+        super().__init__(
+            RATES, OPERATORS | {f: _slowed(OPERATORS[f], rate) for f, rate in _SLOWER.items()}
+        )
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.held = self.peak = 0
         self._storages: dict[int, int] = {}
@@ -156,7 +157,7 @@ def counted(preset: str, scale: float, samples: int) -> dict[str, Any]:
     """Return a block's seconds by part at the whole widths, and the bytes of its tensors."""
     scale = two_blocks.hidden_size(scale) / two_blocks.hidden_size(1)
     count, length = Count(), max(8, round(2048 * scale))
-    settings: dict[str, Any] = {"prediction_passes": 0} if preset in ("balanced", "best") else {}
+    settings: dict[str, Any] = {"prediction_passes": 0} if preset == "balanced" else {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         vocabulary = max(64, round(two_blocks.VOCABULARY * scale))

@@ -103,7 +103,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 WAYS: dict[str, dict[str, Any]] = {
     "paper": {},
     "fast": {"preset": "fast"},
-    "best": {"preset": "best"},
+    "balanced": {"preset": "balanced"},
     "bias": {"compensation": "bias"},
     "align 32": {"multiple_of": "32"},
     "query heads": {"attention_units": "heads", "attention_sparsity": 0.5},

@@ -7,15 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.operations import Site
-from coec.compensation.frame import Frame, RotationTarget
-from coec.compensation.objective import OutputProblem, kept_columns
-from coec.linalg.gcv import Shrinkage
-from coec.linalg.right import RightProblem
-from coec.linalg.spd import root
 from coec.types import Gram, KeptSet
 
-ALPHA = 0.9
 SHARED = Path("../shared")
 TRAINED = "wt2-llama"
 TEXTS = {
@@ -46,44 +39,27 @@ class Instance:
     kept: KeptSet
     value: Tensor | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(b, k)` of the right solve."""
-        k = len(self.kept.indices)
-        return min(len(self.weight), k), k
 
-
-def synthetic(
-    site: Site,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float64,
-    device: str | torch.device = "cpu",
-) -> Instance:
+def synthetic(m: int, d: int, *, sparsity: float = 0.3, seed: int = 0) -> Instance:
     """Power laws: the Gram's i-th eigenvalue is `i^-1`, the weight's i-th singular value `i^-½`.
 
     Both have random singular vectors, independent of each other. The kept columns are random.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def orthonormal(rows: int, columns: int) -> Tensor:
-        A = torch.randn(rows, columns, generator=generator, dtype=dtype, device=device)
+        A = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
         return torch.linalg.qr(A).Q
 
-    m, d, k = site.m, site.d, site.k
-    E = orthonormal(d, d)
-    G = (E * _power_law(d, GRAM_DECAY, E)) @ E.T
-    del E
-    r = min(m, d)
-    W = (orthonormal(m, r) * _power_law(r, WEIGHT_DECAY, G)) @ orthonormal(d, r).T
-    kept = torch.randperm(d, generator=generator, device=device)[:k].sort().values
-    gram = Gram((G + G.T) / 2, torch.zeros(d, dtype=dtype, device=device), d)
-    return Instance(f"synthetic {site.m}×{site.d}", W, gram, KeptSet(kept, d))
+    def power_law(n: int, decay: float) -> Tensor:
+        return torch.arange(1, n + 1, dtype=torch.float64) ** -decay
 
-
-def of_right_shape(b: int, k: int, *, seed: int = 0) -> Instance:
-    """A synthetic MLP site whose right solve is b×k, b ≤ k, at 30 %."""
-    return synthetic(Site("mlp", b, round(k / 0.7), k), seed=seed)
+    E, r = orthonormal(d, d), min(m, d)
+    G = (E * power_law(d, GRAM_DECAY)) @ E.T
+    W = (orthonormal(m, r) * power_law(r, WEIGHT_DECAY)) @ orthonormal(d, r).T
+    kept = torch.randperm(d, generator=generator)[: round((1 - sparsity) * d)].sort().values
+    gram = Gram((G + G.T) / 2, torch.zeros(d, dtype=torch.float64), d)
+    return Instance(f"synthetic {m}×{d}", W, gram, KeptSet(kept, d))
 
 
 def trained(shared: Path, site: str, *, block: int = 2, sparsity: float = 0.3) -> Instance:
@@ -125,25 +101,3 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
             value = None if value is None else value.to(gram.xx)
             name = f"{model} block {block.index} {site.name}"
             yield Instance(name, weight, gram, site.kept_columns(units), value)
-
-
-def right_solve(instance: Instance) -> tuple[RightProblem, Tensor]:
-    """What the first right solve of `compensate` minimises, without alignment, and its start.
-
-    After tempering, the factors, the first left rotation and the first rescale.
-    """
-    target = RotationTarget.of(tempered(instance))
-    frame = Frame.of(kept_columns(instance.weight, instance.kept), target).rotated_left(target)
-    frame, _, _ = frame.rescaled(target, Shrinkage())
-    return frame.right_problem(target, None), frame.R
-
-
-def tempered(instance: Instance) -> OutputProblem:
-    """The problem that the loop works on."""
-    factor = root(instance.gram.xx, ALPHA)
-    assert factor is not None, "ALPHA is below 1"
-    return OutputProblem.of(instance.weight, factor @ factor.T, instance.kept)
-
-
-def _power_law(n: int, decay: float, like: Tensor) -> Tensor:
-    return torch.arange(1, n + 1, dtype=like.dtype, device=like.device) ** -decay

@@ -1,7 +1,7 @@
 """The real model as the judge: every preset and its peers on SmolLM2-135M, as rows that are kept.
 
-    python -m benchmarks.real [--size cpu|gpu] [--rows fast "best, by block"] [--sparsity 0.3]
-        [--seeds 0] [--jobs 1] [--minutes 9] [--again] [--table] [--zero-shot LIMIT] [--first 8]
+    python -m benchmarks.real [--size cpu|gpu] [--rows fast "balanced, by block"] [--sparsity 0.3]
+        [--seeds 0] [--jobs 1] [--minutes 9] [--again] [--table] [--first 8]
 
 `cpu`: 64 windows of 512 tokens of WikiText-2 valid calibrate; perplexity and KL are of the first 32
 windows of 512 of test, and of TinyStories' test, a text of another kind. `gpu`: 128 windows of
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -68,9 +67,7 @@ SIZES = {"cpu": Size(64, 512, windows=32), "gpu": Size(128, 1024, characters=900
 ONE_SHOT = {"preset": "paper", "multiple_of": 1}
 ROWS: dict[str, dict[str, Any]] = {
     "fast": {"preset": "fast"},
-    "best": {"preset": "best"},
     "fast, by block": {"preset": "fast", "non_uniform": True},
-    "best, by block": {"preset": "best", "non_uniform": True},
     "balanced": {"preset": "balanced"},
     "balanced, by block": {"preset": "balanced", "non_uniform": True},
     "paper": {"preset": "paper"},
@@ -85,12 +82,19 @@ USUAL = tuple(ROWS)
 _COEC = {**ONE_SHOT, "compensation": "coec"}
 ROWS["none, COEC"] = _COEC | {"selection": "wanda-sp"}
 ROWS["FLAP, COEC"] = _COEC | {"selection": "flap"}
-_grid = tomllib.loads((record.ROOT / "src/coec/experiments/grids/ablation.toml").read_text("utf-8"))
-ABLATION = {variant.pop("label"): ONE_SHOT | variant for variant in _grid["variants"][:6]}
+_PLAIN = _COEC | {"selection": "rcpu", "alpha": 1.0, "lambda_a": 0.0}
+ABLATION: dict[str, dict[str, Any]] = {
+    "RCPU": ROWS["RCPU"],
+    "+ GCV rescale": _PLAIN | {"rotation": "left"},
+    "+ two-sided rotation": _PLAIN | {"parameterization": "full"},
+    "+ reduced Stiefel": _PLAIN,
+    "+ tempering": _COEC | {"selection": "rcpu", "lambda_a": 0.0},
+    "+ alignment": _COEC | {"selection": "rcpu"},
+}
 ROWS |= {name: settings for name, settings in ABLATION.items() if name not in ROWS}
-for _name in ("fast", "best", "best, by block"):
+for _name in ("fast", "balanced", "balanced, by block"):
     ROWS[f"{_name}, a million tokens"] = ROWS[_name] | {"calibration": "train", "samples": 976}
-STARTS = ("none", "fast", "fast, by block", "best, by block")
+STARTS = ("none", "fast", "fast, by block", "balanced, by block")
 BUDGETS = ("20k", "100k", "2M", "20M")
 WAYS: dict[str, dict[str, Any]] = {
     "": {},
@@ -127,7 +131,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time")
     parser.add_argument("--minutes", type=float, default=float("inf"))
-    parser.add_argument("--zero-shot", type=int, default=0, metavar="LIMIT", help="items per task")
     parser.add_argument("--first", type=int, default=0, metavar="BLOCKS", help="the quick proxy")
     parser.add_argument("--settings", type=json.loads, default={}, help="of every row, besides")
     parser.add_argument("--shared", type=Path, default=SHARED)
@@ -161,7 +164,7 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
         settings = {} if row == DENSE else ROWS[row] | chosen.settings
         case = {
             "size": chosen.size, "sparsity": 0.0 if row == DENSE else sparsity, "seed": seed,
-            "row": row, "settings": settings, "first": chosen.first, "limit": chosen.zero_shot,
+            "row": row, "settings": settings, "first": chosen.first,
         }  # fmt: skip
         case["key"] = key_of(
             row, case["sparsity"], chosen.settings, chosen.size, seed, chosen.first
@@ -214,7 +217,7 @@ def key_of(
 
 def _line(row: dict[str, Any]) -> str:
     numbers = "  ".join(
-        f"{name} {row[name]:.4g}" for name in ("perplexity", "kl", "error", "mean") if name in row
+        f"{name} {row[name]:.4g}" for name in ("perplexity", "kl", "error") if name in row
     )
     return (
         f"{row['row']:<20}{100 * row['sparsity']:>3.0f} %  {numbers}  "
@@ -224,8 +227,6 @@ def _line(row: dict[str, Any]) -> str:
 
 def measured(case: dict[str, Any]) -> dict[str, Any]:
     """Make a row's model, in this process; return the row's numbers."""
-    import coec  # after the parent's start: what a row runs is what lies on the disk now
-
     model, size = Path(case["model"]), SIZES[case["size"]]
     numbers: dict[str, Any] = {"wall": 0.0, "cpu": 0.0}
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
@@ -248,14 +249,6 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
             else:
                 found = _prediction(network, ids, dense, [norm, head])
             numbers |= {prefix + name: value for name, value in found.items()}
-        if case["limit"]:
-            del network
-            tasks = coec.zero_shot(
-                made, limit=case["limit"], tasks_data=Path(case["shared"]) / "data/tasks",
-                dtype="bfloat16", trust_remote_code=True,
-            )  # fmt: skip
-            numbers["tasks"] = {score.task: score.value for score in tasks.tasks}
-            numbers["mean"] = tasks.mean
     return numbers
 
 
@@ -442,7 +435,7 @@ def tables(rows: list[dict[str, Any]], size: str) -> str:
     for row in of_size:
         if row["row"] == DENSE:
             stories = f", of stories {row['stories_perplexity']:.2f}" if "stories_kl" in row else ""
-            parts += [f"Dense: perplexity {row['perplexity']:.2f}{stories}{_tasks(row)}.", ""]
+            parts += [f"Dense: perplexity {row['perplexity']:.2f}{stories}.", ""]
     for sparsity in sorted({row["sparsity"] for row in of_size} - {0.0}):
         lines = []
         for name in ROWS:
@@ -452,7 +445,7 @@ def tables(rows: list[dict[str, Any]], size: str) -> str:
                 lines.append([name, *_cells(own, {r["seed"]: r for r in base}, clock)])
         seconds = f"{clock.replace('cpu', 'CPU')} s"
         header = ["", "perplexity", "KL", f"KL over `{BASELINE}`", seconds, f"over `{BASELINE}`"]
-        header += ["stories: perplexity", "KL", "zero-shot mean"]
+        header += ["stories: perplexity", "KL"]
         parts += [f"{100 * sparsity:.0f} %:", "", record.table(header, lines), ""]
     return "\n".join(parts)
 
@@ -473,12 +466,7 @@ def _cells(own: list[dict[str, Any]], base: dict[int, dict[str, Any]], clock: st
     for name, digits in (("stories_perplexity", 2), ("stories_kl", 3)):
         values = [r[name] for r in second]
         cells.append(f"{sum(values) / len(values):.{digits}f}" if values else "–")
-    scored = [r for r in own if "mean" in r]
-    return [*cells, f"{100 * scored[0]['mean']:.1f}" if scored else "–"]
-
-
-def _tasks(row: dict[str, Any]) -> str:
-    return f", zero-shot mean {100 * row['mean']:.1f}" if "mean" in row else ""
+    return cells
 
 
 if __name__ == "__main__":

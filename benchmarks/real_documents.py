@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record, units
+from benchmarks import record
 from benchmarks.real import ABLATION, BASELINE, DENSE, STARTS, TRAININGS, key_of, tables
 
 README = (
@@ -23,10 +23,8 @@ README = (
     ("the published method, COEC", "`--preset paper`", "paper"),
     ("an answer at once", "`--preset fast`", "fast"),
     ("the default", "`--preset balanced`", "balanced"),
-    ("longer training", "`--preset best`", "best"),
     ("at once, where custom code is no problem", "`--preset fast --non-uniform`", "fast, by block"),
     ("the default's training, likewise", "`--preset balanced --non-uniform`", "balanced, by block"),
-    ("and longer training", "`--preset best --non-uniform`", "best, by block"),
     (
         "at once, then the whole model on 100,000 tokens",
         "`--preset fast --non-uniform`, `coec recover`",
@@ -49,6 +47,23 @@ CALIBRATED = {
     "half of each": {"calibration": f"{_WIKI}=1,{_STORIES}=1"},
 }
 """Texts that calibrated, and the settings of their rows."""
+_THIRD = {"attention_sparsity": 0.33334}
+_EXACT = {"multiple_of": 1}
+UNITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "channels": ("fast", _EXACT),
+    **{
+        f"{count} of 30 blocks, and channels": ("fast", {"drop_blocks": count} | _EXACT)
+        for count in (1, 2, 3, 6)
+    },
+    "one of three KV groups, and channels": ("fast", _THIRD),
+    "one of three heads in every group, and channels": (
+        "fast", {"attention_units": "heads"} | _THIRD,
+    ),
+    "channels by block": ("fast, by block", {}),
+    "2 of 30 blocks, and channels by block": ("fast, by block", {"drop_blocks": 2}),
+}  # fmt: skip
+"""Row and settings besides, by what is removed, all with the parameters that `fast` leaves."""
+BUDGETS = {0.2: 0.889009, 0.3: 0.827348}
 Rows = Mapping[tuple[str, float], dict[str, Any]]
 
 
@@ -77,11 +92,11 @@ def documents(rows: Rows) -> dict[str, dict[str, str]]:
     """Return what stands between the marks of every document."""
     pruned = [row for (name, _), row in rows.items() if name not in TRAININGS]
     every = tables(pruned, "cpu").strip()
-    measured, speeds = (record.load(name).get("rows", []) for name in ("real", "units"))
+    measured = record.load("real").get("rows", [])
     blocks = {
         "real": every, "real main": main_table(rows), "real ablation": ablation(rows),
-        "real gpu": tables(measured, "gpu").strip(), "real units": units.table(measured, speeds),
-        "real text": by_text(measured),
+        "real gpu": tables(measured, "gpu").strip(), "real text": by_text(measured),
+        "real units": by_units(measured),
     }  # fmt: skip
     return {
         "README.md": {"real": readme(rows)}, "docs/lab/RESULTS.md": blocks,
@@ -144,6 +159,24 @@ def by_text(measured: Sequence[Mapping[str, Any]]) -> str:
         )])  # fmt: skip
     header = ["calibrated on", "KL", "on stories", "by block: KL", "on stories"]
     return record.table(header, lines)
+
+
+def by_units(measured: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is lost if KV groups, heads or blocks are removed, and fewer channels."""
+    by_key = {row["key"]: row for row in measured}
+    lines = []
+    for sparsity, budget in BUDGETS.items():
+        for what, (name, settings) in UNITS.items():
+            exact = {name: value for name, value in settings.items() if name != "multiple_of"}
+            asked = exact | {"budget_parameters": budget} | (_EXACT if exact != settings else {})
+            row = by_key.get(key_of(name, sparsity, asked if settings else {}))
+            if row is not None:
+                lines.append([
+                    f"{100 * sparsity:.0f} %", what, f"{100 * row['removed']:.1f} %",
+                    f"{row['perplexity']:.1f}", f"{row['kl']:.3f}", f"{row['stories_kl']:.3f}",
+                ])  # fmt: skip
+    head = ["", "removed", "parameters", "perplexity", "KL", "KL on stories"]
+    return record.table(head, lines)
 
 
 def recovered(rows: Rows) -> str:

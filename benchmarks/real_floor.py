@@ -27,41 +27,15 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import coec
-from benchmarks import operations, record
+from benchmarks import record
 from benchmarks.instances import SHARED
-from benchmarks.meter import OPERATORS, Counter
+from benchmarks.meter import Counter
 from benchmarks.real import SIZES, evaluation_ids
 from benchmarks.real_model import first_blocks, folder
 
 SIZE = SIZES["cpu"]
 SAME = 1e-3
 """Relative difference of perplexities that bfloat16 leaves."""
-_aten = torch.ops.aten
-
-
-def _attention(q: torch.Tensor, k: torch.Tensor, *_: object, **__: object) -> float:
-    """Half of the map, since no token sees those behind it."""
-    return 2.0 * q.numel() * k.shape[-2]
-
-
-def _batched(A: torch.Tensor, B: torch.Tensor) -> float:
-    return 2.0 * A.numel() * B.shape[-1]
-
-
-def _attention_back(_: object, q: torch.Tensor, k: torch.Tensor, *__: object) -> float:
-    """Five products, where there are two on the way."""
-    return 5 / 2 * _attention(q, k)
-
-
-RUN = OPERATORS | {
-    _aten.bmm.default: _batched,
-    _aten.baddbmm.default: lambda _, A, B: _batched(A, B),
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_back,
-    _aten._linalg_eigh.default: lambda A, *_: operations.eigh(len(A)),
-    _aten._linalg_svd.default: lambda A, *_: operations.thin_svd(max(A.shape), min(A.shape)),
-}
-"""Operators of a run, decompositions and attention included."""
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -77,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8, help="of a training, 8 at least; 0: none")
     chosen = parser.parse_args(arguments)
     print(f"{record.header()}\n", flush=True)
-    rates = {dtype: record.matmul_rate("cpu", dtype) for dtype in DTYPES}
+    rates = {dtype: record.matmul_rate(dtype) for dtype in DTYPES}
     rows: list[dict[str, Any]] = []
     for preset in chosen.presets:
         few, more = (pruned(preset, count, rates) for count in chosen.blocks)
@@ -118,7 +92,7 @@ def pruned(preset: Any, count: int, rates: dict[torch.dtype, float]) -> dict[str
             calibration=str(SHARED / "data/wikitext-2/valid.raw.txt"), seq_len=SIZE.seq_len,
         )  # fmt: skip
 
-    counter = Counter(rates, RUN)
+    counter = Counter(rates)
     with tempfile.TemporaryDirectory() as work:
         began = record.clock()
         prune(Path(work) / "timed")

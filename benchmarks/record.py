@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran, and how its results are kept. Needs torch and numpy only."""
+"""Where and with what a benchmark ran, and how its results are kept."""
 
 import contextlib
 import functools
@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import coec
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("numpy", "transformers", "scipy", "pymanopt", "geoopt")
+PACKAGES = ("numpy", "transformers")
 
 
 def machine() -> dict[str, Any]:
@@ -43,7 +42,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python, torch, this package, and what the peers need where it is installed."""
+    """Python, torch, this package, numpy and transformers."""
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -111,39 +110,21 @@ def header(device: str | torch.device = "cpu") -> str:
     return f"{on}, {here['threads']} thread(s), {here['clock']}; {names}; commit {commit()}"
 
 
-def readable(seconds: float) -> str:
-    """Show a duration in the unit that reads best."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.3g} s"
-
-
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown."""
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def matmul_rate(
-    device: str | torch.device, dtype: str | torch.dtype, n: int = 2048, repeats: int = 3
-) -> float:
-    """The best measured rate of a square matrix product, in operations per second.
-
-    Large products on a GPU, since small ones do not fill it. TF32 stays off, as in the package.
-    """
-    device = torch.device(device)
-    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    n = n if device.type == "cpu" else max(n, 8192)
-    A = torch.randn(n, n, dtype=kind, device=device)
+def matmul_rate(dtype: torch.dtype, n: int = 2048, repeats: int = 3) -> float:
+    """The best measured rate of a square matrix product on the CPU, in operations per second."""
+    A = torch.randn(n, n, dtype=dtype)
     A @ A
-    best, now = math.inf, clock if device.type == "cpu" else time.perf_counter
+    best = math.inf
     for _ in range(repeats):
-        synchronize(device)
-        began = now()
+        began = clock()
         A @ A
-        synchronize(device)
-        best = min(best, now() - began)
+        best = min(best, clock() - began)
     return 2 * n**3 / best
 
 
@@ -159,31 +140,6 @@ def clock() -> float:
     the program.
     """
     return time.process_time() if one_thread() else time.perf_counter()
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for a GPU; nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def resident(name: str) -> int:
-    """Bytes of this process in memory, now (`VmRSS`) or at the peak (`VmHWM`); Linux."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise OSError(f"no {name} in /proc/self/status")
-
-
-def forget_peak() -> None:
-    """Lets the peak of memory begin anew, where the system lets it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The exponent p of `values ∝ sizes^p`, by least squares on logarithms."""
-    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 def _public(arguments: Sequence[str]) -> str:

@@ -1,6 +1,6 @@
 """What a little training gives a pruned model, against its CPU seconds.
 
-    python -m benchmarks.recover [--models wt2-llama] [--cases minute budgets text] [--draw]
+    python -m benchmarks.recover [--models wt2-llama] [--cases minute budgets text] [--table]
 
 Small trained models at 30 %, 64 windows of 256 tokens for pruning, one thread; every pruning and
 every training is a `coec` process of its own. Texts: `fresh` is TinyStories' train text, of which
@@ -9,30 +9,33 @@ the calibration windows are a part, or for wt2-llama WikiText-2's `<unk>`-tokeni
 CPU time, without what Python and its imports take to start. Perplexity and KL are of the first 400
 test windows. Budgets are tokens, chosen so that training takes about the seconds that name them.
 
-Writes benchmarks/results/recover.json after every run, keeping runs that are there already, and
-from it recover.png and the table that it prints; `--draw` only does that.
+Writes benchmarks/results/recover.json after every run, and keeps runs that are there already;
+`--table` prints them.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-
 import coec
 from benchmarks import record
-from benchmarks.checkpoints import FILES, SAMPLES, SEQ_LEN, SPARSITY, TEXTS
 from benchmarks.instances import SHARED
-from benchmarks.presets import WINDOWS, spent
 
-FRESH = {"tinystories": "train.txt", "wikitext-2": "train.tokens.txt"}
+STORIES, WIKI = "tinystories", "wikitext-2"
+TEXTS = {"stories260K": STORIES, "babyllama-1M": STORIES, "wt2-llama": WIKI}
+FILES = {STORIES: ("train.txt", "test.txt"), WIKI: ("valid.raw.txt", "test.raw.txt")}
+"""Text of calibration and of evaluation."""
+SAMPLES, SEQ_LEN, SPARSITY, WINDOWS = 64, 256, 0.3, 400
+FRESH = {STORIES: "train.txt", WIKI: "train.tokens.txt"}
 SPEED = {"stories260K": 6000, "babyllama-1M": 3600, "wt2-llama": 1800}
 """Tokens per CPU second, about, on the machine of docs/lab/SMALL_MODELS.md."""
-STARTS = ("none", "paper", "fast", "best", "fast, by block", "best, by block")
+STARTS = ("none", "paper", "fast", "balanced", "fast, by block", "balanced, by block")
 PRESETS = {
     "none": ("fast", "--no-propagate", "--compensation", "none"),
     "fast": ("fast", "--no-propagate"),
@@ -70,13 +73,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=list(TEXTS), default=list(TEXTS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--starts", type=Path, default=Path("results-recover"))
-    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--table", action="store_true")
     chosen = parser.parse_args(arguments)
-    if not chosen.draw:
+    if not chosen.table:
         measure_all(chosen, arguments)
     rows = json.loads((record.RESULTS / "recover.json").read_text())["rows"]
     print(table(rows))
-    draw(rows)
 
 
 def cases(models: list[str], names: list[str]) -> Iterator[Case]:
@@ -94,7 +96,7 @@ def cases(models: list[str], names: list[str]) -> Iterator[Case]:
             elif name == "stored":
                 yield Case(model, "fast, by block", 60, "fresh", stored=True)
             elif name == "lora":
-                yield from (Case(model, start, 60, "fresh", 8) for start in ("fast", "best"))
+                yield from (Case(model, start, 60, "fresh", 8) for start in ("fast", "balanced"))
             else:
                 for seed in range(10):
                     starts = STARTS[2:] if seed < 1 else (STARTS[2 + seed % 4],)
@@ -173,6 +175,22 @@ def same_windows(
     return str(folder / "windows.npy")
 
 
+def spent(command: list[str]) -> dict[str, float]:
+    """Run a process on one thread; return its CPU seconds and its peak memory in bytes."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        errors.seek(0)
+        if process.returncode:
+            code = process.returncode
+            raise SystemExit(f"{' '.join(command)} ended with {code}: {errors.read()[-2000:]}")
+    return {"cpu": usage.ru_utime + usage.ru_stime, "bytes": 1024 * usage.ru_maxrss}
+
+
 def _quality(model: Path | str, dense: Path, test: Path) -> dict[str, float | None]:
     result = coec.perplexity(
         model, text=str(test), baseline=str(dense), seq_len=SEQ_LEN, max_windows=WINDOWS,
@@ -221,36 +239,6 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"test text, least gain {min(gains):.1%}, mean {sum(gains) / len(gains):.1%}"
         )
     return "\n".join(lines)
-
-
-def draw(rows: list[dict[str, Any]]) -> None:
-    """Draw KL against CPU seconds, pruning included, a line for each start on fresh text."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib import ticker
-
-    figure, axes = plt.subplots(1, len(TEXTS), figsize=(4.2 * len(TEXTS), 4), layout="constrained")
-    for ax, model in zip(axes, TEXTS, strict=True):
-        here = [row for row in rows if row["case"]["model"] == model]
-        for number, start in enumerate(STARTS):
-            line = [
-                row for row in here
-                if Case(**row["case"]) == Case(model, start, row["case"]["seconds"], "fresh")
-            ]  # fmt: skip
-            if not line:
-                continue
-            first = line[0]
-            points = [(first["pruning_cpu"], first["before"]["kl"])]
-            points += sorted((row["pruning_cpu"] + row["cpu"], row["after"]["kl"]) for row in line)
-            ax.plot(*zip(*points, strict=True), "o-", color=f"C{number}", label=start, markersize=4)
-        ax.set(xscale="log", yscale="log", title=model, xlabel="CPU seconds, pruning included")
-        for axis, steps in ((ax.xaxis, (1, 3)), (ax.yaxis, (1, 2, 5))):
-            axis.set_major_locator(ticker.LogLocator(subs=steps, numticks=8))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(ticker.NullFormatter())
-    axes[0].set_ylabel("KL to the dense model, nats per token")
-    axes[0].legend(fontsize=7)
-    figure.savefig(record.RESULTS / "recover.png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ BLOCKS, SPARSITY, VOCABULARY = 2, 0.3, 32_000
 def main(arguments: list[str] | None = None) -> None:
     """Measure every preset, save the rows, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--presets", nargs="+", default=["fast", "paper", "balanced", "best"])
+    parser.add_argument("--presets", nargs="+", default=["fast", "paper", "balanced"])
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--scale", type=float, default=1.0, help="of all widths")

@@ -19,7 +19,7 @@ from coec.calibration import sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "GUIDE", "QUANTISE", "RECOVER", "SERVE", "EVALUATION", "lab/EXPERIMENTS", "lab/SCALE",
+    "GUIDE", "QUANTISE", "RECOVER", "SERVE", "EVALUATION", "lab/SCALE",
 ))]  # fmt: skip
 PYTHON = ["README.md", "docs/GUIDE.md",
           pytest.param("docs/QUANTISE.md", marks=pytest.mark.chains)]  # fmt: skip
@@ -31,9 +31,8 @@ WRITES = {"prune": 1, "compensate": 2, "recover": 2, "collect": 1, "export": 1}
 """Place of the output among the arguments."""
 SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "5.6e9": "100e3", "16GB": "400KB", "8192": "64"}
 """Budgets of trainings in tokens and minutes, lengths of windows, and parameters."""
-ELSEWHERE = re.compile(r"\.\./shared|--executor ray|--tasks|sweep main OUT --model \./a|report OUT"
-                       r"|--drop-blocks")  # fmt: skip
-"""Run by tests of clusters, of tasks and of models with more blocks; a whole grid."""
+ELSEWHERE = re.compile(r"\.\./shared|--executor ray|--drop-blocks")
+"""Run by tests of clusters and of models with more blocks."""
 
 
 def blocks(page, language):
@@ -75,10 +74,6 @@ def place(tmp_path, monkeypatch, run):
     assert run("collect", "a", "STATS", *given)[0] == 0
     np.save("tokens.npy", np.random.default_rng(0).integers(2, tm.VOCABULARY, 20_000))
     (tmp_path / "units.json").write_text('{"layers.0.mlp": [0, 2, 5], "layers.1.mlp": [1, 3, 4]}')
-    (tmp_path / "my-grid.toml").write_text(
-        'calibration = "train.txt"\nsamples = 8\nseq_len = 16\n[[models]]\npath = "a"\n'
-        '[[variants]]\npreset = "fast"\n[evaluate]\ntext = "test.txt"\n'
-    )
     monkeypatch.setattr(sources, "_read_named", lambda *arguments: text)
     return tmp_path
 
@@ -88,15 +83,13 @@ def place(tmp_path, monkeypatch, run):
 def test_the_commands_of_a_page_run(page, place, run):
     found = commands(page)
     assert found
-    for number, words in enumerate(found):
+    for words in found:
         words = [SHORTER.get(word, word) for word in words]
         named = [word for word in words[1:] if not word.startswith("-")]
         if words[0] in WRITES and "--dry-run" not in words and len(named) > WRITES[words[0]]:
             out = place / named[WRITES[words[0]]]
             if out.is_dir() and out.name not in DENSE:
                 shutil.rmtree(out)
-        if words[0] == "sweep" and number:
-            shutil.rmtree(place / words[2], ignore_errors=True)
         status, _, said = run(*words)
         assert status == 0, f"coec {shlex.join(words)}: {said[-400:]}"
 
@@ -107,7 +100,7 @@ def test_the_python_of_a_page_runs(page, place):
     found = blocks(page, "python")
     assert found
     for block in found:
-        if "llmcompressor" in block:  # in an environment of its own, by benchmarks/chains.py
+        if "llmcompressor" in block:  # in an environment of its own
             continue
         if '"./pruned", sparsity' in block:
             shutil.rmtree(place / "pruned")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 
 import numpy as np

@@ -3,7 +3,7 @@
 `make gguf` builds llama-cpp-python and runs these.
 """
 
-from pathlib import Path
+import ctypes
 
 import bpe_tokenizers as bt
 import pytest
@@ -140,7 +140,7 @@ def test_files_of_fewer_bits_are_near(dtype, tmp_path):
     [{"multiple_of": "256"}, {"allocation": "error", "multiple_of": "256", "non_uniform": True}],
 )
 def test_its_own_program_quantises_what_was_pruned(kept, tokens, tmp_path):
-    from benchmarks.gguf_speed import K_QUANTS, written  # imports llama_cpp
+    import llama_cpp
 
     network = tm.tiny("llama", torch.float32, hidden_size=256, intermediate_size=1024, head_dim=32)
     with torch.no_grad():
@@ -149,9 +149,12 @@ def test_its_own_program_quantises_what_was_pruned(kept, tokens, tmp_path):
     tm.save(network, tmp_path / "dense")
     settings = {**SETTINGS, "preset": "fast", "mlp_sparsity": 0.4, "attention_sparsity": 0, **kept}
     coec.prune(tmp_path / "dense", tmp_path / "out", calibration=tokens, **settings)
-    quantised = Path(written(str(tmp_path / "out"), K_QUANTS))
-    whole = tmp_path / "out.gguf"
+    whole, quantised = tmp_path / "out.gguf", tmp_path / "quantised.gguf"
     coec.export(tmp_path / "out", whole, dtype="f16", no_tokenizer=True)
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.ftype, how.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, 1
+    paths = (str(path).encode() for path in (whole, quantised))
+    assert not llama_cpp.llama_model_quantize(*paths, ctypes.byref(how))
     assert quantised.stat().st_size < 0.45 * whole.stat().st_size
     assert 1e-3 < difference(quantised, tmp_path / "out") < 0.3
 

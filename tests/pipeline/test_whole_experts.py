@@ -322,7 +322,6 @@ def test_commands_say_what_became_of_whole_experts(models, tokens, tmp_path, run
     record = json.loads((tmp_path / "out/coec.json").read_text())
     assert record["recipe"]["expert_sparsity"] == 0.25
     assert record["plan"]["removed"]["expert"] == pytest.approx(1 - 3 / 4 * 32 / 40)
-    assert sum(row["site"] == "expert" for row in record["sites"]) == 6
     flags = ["--baseline", models["mixtral"], "--text", tokens, "--seq-len", "32"]
     evaluated, _ = succeeded(run("eval", tmp_path / "out", *flags, "--json"))
     assert json.loads(evaluated)["ratio"] > 0

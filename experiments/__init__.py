@@ -1,0 +1,1 @@
+"""The paper's experiments, made with coec's public functions."""
