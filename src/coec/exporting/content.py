@@ -9,17 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
-from gguf import (
-    GGML_QUANT_SIZES,
-    GGML_QUANT_VERSION,
-    GGMLQuantizationType,
-    GGUFWriter,
-    LlamaFileType,
-    RopeScalingType,
-    get_tensor_name_map,
-)
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.quants import quantize
 from jaxtyping import Float
@@ -43,26 +35,18 @@ _ROTATED = ("attn_q", "attn_k")
 """Matrices whose outputs rotary positions turn."""
 _METADATA = 2**20
 """Bytes set aside for everything in a file besides tensors and tokens."""
-GGUF_TYPES = {name: GGMLQuantizationType[name.upper()] for name in GGUF_DTYPES}
+GGUF_TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in GGUF_DTYPES}
 """GGUF's types of numbers by the names of dtypes."""
 _HALVES = {torch.float16: GGUF_TYPES["f16"], torch.bfloat16: GGUF_TYPES["bf16"]}
 """Types of weights that need no conversion."""
 _LARGEST = {"F16": 65504.0, "Q8_0": 65504.0 * 127, "BF16": torch.finfo(torch.bfloat16).max}
 """Largest numbers that a type can hold."""
 _SUFFIXES = (".weight", ".bias")
-_FILE_TYPES = {
-    "f32": LlamaFileType.ALL_F32,
-    "f16": LlamaFileType.MOSTLY_F16,
-    "bf16": LlamaFileType.MOSTLY_BF16,
-    "q8_0": LlamaFileType.MOSTLY_Q8_0,
-}
 _MULTIPLIERS = {
-    "attention_multiplier": GGUFWriter.add_attention_scale,
-    "embedding_multiplier": GGUFWriter.add_embedding_scale,
-    "residual_multiplier": GGUFWriter.add_residual_scale,
-    "logits_scaling": GGUFWriter.add_logit_scale,
-}
-"""Writer's methods for Granite's multipliers, by their keys in a configuration."""
+    "attention_multiplier": "attention_scale", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+}  # fmt: skip
+"""GGUF's names of Granite's multipliers, by their keys in a configuration."""
 _DIVISORS = "rope_freqs.weight"
 """Tensor of the divisors of rotary frequencies."""
 
@@ -80,13 +64,13 @@ class Entry:
     name: str
     source: str
     shape: tuple[int, ...]
-    gguf_type: GGMLQuantizationType
+    gguf_type: gguf.GGMLQuantizationType
     heads: int = 0
 
     @property
     def size(self) -> int:
         """Size in bytes."""
-        numbers, size = GGML_QUANT_SIZES[self.gguf_type]
+        numbers, size = gguf.GGML_QUANT_SIZES[self.gguf_type]
         return math.prod(self.shape) * size // numbers
 
     def read(self, model: Dense) -> np.ndarray:
@@ -107,16 +91,16 @@ def entries(
     """
     # gguf's own table of names for this architecture; a tensor without a name there is refused.
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
-    names = get_tensor_name_map(number, len(model.layout.blocks))
+    names = gguf.get_tensor_name_map(number, len(model.layout.blocks))
     tensors: list[Entry] = []
     for source, shape in model.shapes.items():
         name = names.get_name(source, _SUFFIXES)
         if name is None:
             raise ModelError(f"{source} has no place in a GGUF file of architecture {arch}")
-        gguf_type = GGUF_TYPES[dtype] if len(shape) > 1 else GGMLQuantizationType.F32
+        gguf_type = GGUF_TYPES[dtype] if len(shape) > 1 else gguf.GGMLQuantizationType.F32
         # Blocks of q8_0 hold 32 numbers of one row.
-        if shape[-1] % GGML_QUANT_SIZES[gguf_type][0]:
-            gguf_type = GGMLQuantizationType.F16
+        if shape[-1] % gguf.GGML_QUANT_SIZES[gguf_type][0]:
+            gguf_type = gguf.GGMLQuantizationType.F16
         scope, block, module = (*name.split("."), "", "")[:3]
         reordered = heads[module][int(block)] if scope == "blk" and module in heads else 0
         tensors.append(Entry(name, source, tuple(shape), gguf_type, reordered))
@@ -132,7 +116,7 @@ def interleaved(rows: Float[Tensor, "rows *columns"], heads: int) -> Float[Tenso
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def encoded(weight: Tensor, gguf_type: GGMLQuantizationType, name: str) -> np.ndarray:
+def encoded(weight: Tensor, gguf_type: gguf.GGMLQuantizationType, name: str) -> np.ndarray:
     """Convert numbers to those of the file; raises ModelError if they would not be finite."""
     if _HALVES.get(weight.dtype) == gguf_type and torch.isfinite(weight).all():
         return weight.contiguous().view(torch.uint8).numpy()  # as the weights are stored
@@ -189,7 +173,7 @@ class ExportPlan:
 
 def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
     """Write the file in one pass over the model's tensors, which its dtype must hold."""
-    writer = GGUFWriter(path, plan.target.name)
+    writer = gguf.GGUFWriter(path, plan.target.name)
     factors = np.array(plan.facts.rotary.factors, dtype=np.float32)
     try:
         _describe(writer, plan)
@@ -213,33 +197,29 @@ def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
         writer.close()
 
 
-def _describe(writer: GGUFWriter, plan: ExportPlan) -> None:
+def _describe(writer: gguf.GGUFWriter, plan: ExportPlan) -> None:
     facts, shape = plan.facts, plan.model.shape
-    writer.add_type("model")
-    writer.add_name(facts.name)
-    writer.add_file_type(_FILE_TYPES[plan.dtype])
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    writer.add_vocab_size(plan.model.vocabulary)
-    writer.add_context_length(facts.context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(len(facts.heads))
-    # One number where all blocks are alike: most architectures read no list.
+    kind = "ALL_F32" if plan.dtype == "f32" else f"MOSTLY_{plan.dtype.upper()}"
+    # One number if all blocks are alike: most architectures read no list.
     first = 0 if facts.uniform else slice(None)
-    writer.add_head_count(facts.heads[first])
-    writer.add_head_count_kv(facts.kv_heads[first])
-    writer.add_feed_forward_length(facts.ffn[first])
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(facts.epsilon)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(facts.rotary.base)
+    described = {
+        "type": "model", "name": facts.name, "file_type": gguf.LlamaFileType[kind],
+        "quantization_version": gguf.GGML_QUANT_VERSION, "vocab_size": plan.model.vocabulary,
+        "context_length": facts.context, "embedding_length": shape.hidden,
+        "block_count": len(facts.heads), "head_count": facts.heads[first],
+        "head_count_kv": facts.kv_heads[first], "feed_forward_length": facts.ffn[first],
+        "key_length": shape.head_dim, "value_length": shape.head_dim,
+        "layer_norm_rms_eps": facts.epsilon, "rope_dimension_count": shape.head_dim,
+        "rope_freq_base": facts.rotary.base,
+    }  # fmt: skip
+    described |= {_MULTIPLIERS[key]: value for key, value in facts.multipliers.items()}
+    for name, value in described.items():
+        getattr(writer, f"add_{name}")(value)
     if facts.rotary.scaling in (LINEAR, YARN):
-        writer.add_rope_scaling_type(RopeScalingType(facts.rotary.scaling))
+        writer.add_rope_scaling_type(gguf.RopeScalingType(facts.rotary.scaling))
         writer.add_rope_scaling_factor(facts.rotary.factor)
     if facts.rotary.scaling == YARN:
         writer.add_rope_scaling_orig_ctx_len(facts.rotary.original)
-    for key, value in facts.multipliers.items():
-        _MULTIPLIERS[key](writer, value)
     if plan.tokenizer is None:
         writer.add_tokenizer_model("none")  # a file that takes and gives token ids alone
     else:

@@ -12,12 +12,7 @@ from gguf import GGUFWriter, TokenType
 
 from coec.calibration.tokens import has_tokenizer, load_tokenizer
 from coec.errors import ModelError
-from coec.exporting.vocabulary import (
-    UnknownTokenizerError,
-    Vocabulary,
-    read_bytes,
-    read_pieces,
-)
+from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, read_bytes, read_pieces
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_classes

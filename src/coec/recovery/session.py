@@ -316,9 +316,9 @@ class Session:
         # Weights that are divided among devices need not fit one of them whole.
         home = torch.device("cpu") if shards() > 1 else job.device
         trainer = Distillation(
-            teacher=self.teacher, cross_entropy=job.recovery.cross_entropy, narrow=job.narrow,
-            out=job.out, model=job.student(home), args=settings, train_dataset=self.examples[0],
-            eval_dataset=self.examples[1], callbacks=[] if monitor is None else [monitor],
+            job, self.teacher, model=job.student(home), args=settings,
+            train_dataset=self.examples[0], eval_dataset=self.examples[1],
+            callbacks=[] if monitor is None else [monitor],
         )  # fmt: skip
         if plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None):
             # A state of one file: with states in parts the Trainer does not know which is the best.
