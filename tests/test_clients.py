@@ -17,7 +17,9 @@ from coec.models import formats
 from coec.models.architectures import ARCHITECTURES
 from outcomes import raising
 
-CLIENTS_PAGE = (Path(__file__).resolve().parents[1] / "docs/lab/CLIENTS.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).resolve().parents[1] / "docs/lab/CLIENTS.md"
+    encoding="utf-8"
+)
 ROWS = clients.read(clients.ROWS)
 NOT_KEPT = {
     "transformers-5": set(), "vllm": set(), "llama.cpp-converter": set(), "ctranslate2": set(),
@@ -31,7 +33,7 @@ OTHER = Checkpoint("llama", "bias", "granite", SIZES, ("mlp",))
 
 
 def test_the_matrix_is_made_of_the_rows():
-    assert rendered(ROWS) in CLIENTS_PAGE
+    assert rendered(ROWS) in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("key", [key for key, one in CLIENTS.items() if one.loader])
