@@ -18,8 +18,6 @@ from coec.models.architectures import ARCHITECTURES
 from outcomes import raising
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/lab/CLIENTS.md"
-    encoding="utf-8"
-)
 ROWS = clients.read(clients.ROWS)
 NOT_KEPT = {
     "transformers-5": set(), "vllm": set(), "llama.cpp-converter": set(), "ctranslate2": set(),
