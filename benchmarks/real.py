@@ -300,6 +300,7 @@ def _trained(case: dict[str, Any], out: Path) -> dict[str, Any]:
 
     import coec
     from benchmarks.recover import same_windows
+    from coec.config.recovery import Recovery
     from coec.devices import choose_device
     from coec.recovery.plan import footprints
 
@@ -325,7 +326,7 @@ def _trained(case: dict[str, Any], out: Path) -> dict[str, Any]:
         "text": str(sources.get(text, text)), "seq_len": size.seq_len, "seed": case["seed"],
         "forward_dtype": "bfloat16",
     }  # fmt: skip
-    way = footprints(model, start, Recovery.of(settings), choose_device("auto"), None)[0]
+    way = footprints(model, start, Recovery(**settings), choose_device("auto"), None)[0]
     training = coec.recover(model, start, out, progress=_progress, **settings).recoveries[-1]
     cpu = time.process_time() - spent
     told = ("tokens", "passes", "learning_rate", "held_out", "curve")
