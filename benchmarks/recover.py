@@ -162,9 +162,9 @@ def same_windows(
     """Write the windows that a pruning is calibrated on, as token ids; return the file."""
     import numpy as np
 
-    from coec.calibration.tokens import Extent
-    from coec.calibration.windows import sample_windows, text_stream
     from coec.models.dense import Dense
+    from coec.text.tokens import Extent
+    from coec.text.windows import sample_windows, text_stream
 
     extent = Extent(9 * samples * seq_len)
     stream = text_stream(

@@ -7,6 +7,7 @@ document, between two comments.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 import coec
 from benchmarks import record
 from coec.models.description import Description
-from coec.planning import ComputeConfig, Forecast, Plan
+from coec.planning.memory import disk, memory, operations
+from coec.planning.plan import Plan
 
 COMMON = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
@@ -44,7 +46,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fast --no-propagate": {"preset": "fast", "propagate": False},
     "balanced": {"preset": "balanced"},
 }
-PHASES = ("calibrating", "passes", "solving attention", "solving mlp", "training blocks")
+PHASES = ("passes", "solving", "training")
 COLUMNS = ["model", "recipe", *(f"{phase}, GB" for phase in PHASES), "host, GB", "operations",
            "disk, GB"]  # fmt: skip
 FIRST, LAST = "<!-- python -m benchmarks.scale -->", "<!-- end of the plans -->"
@@ -53,16 +55,14 @@ FIRST, LAST = "<!-- python -m benchmarks.scale -->", "<!-- end of the plans -->"
 
 def row(name: str, model: Description, recipe: str) -> list[str]:
     """Cells of one plan; the host's memory is the largest of any phase, without the program."""
-    plan = Plan.of(model, coec.Recipe(**RECIPES[recipe], solve_dtype="float64"))
-    forecast = Forecast.of(plan, ComputeConfig.of(plan, torch.device("cuda")))
-    held = {phase.name: sum(phase.device.values()) for phase in forecast.phases}
-    host = max(
-        sum(size for purpose, size in phase.host.items() if purpose != "program")
-        for phase in forecast.phases
-    )
+    plan = Plan.of(model, coec.Recipe(**RECIPES[recipe]))
+    plan = replace(plan, device=torch.device("cuda"), forward=plan.stored, home=torch.device("cpu"))
+    moments = {moment.moment: moment for moment in memory(plan)}
+    held = {name: moment.needed[0] for name, moment in moments.items()}
+    host = max(moment.needed[1] for moment in moments.values())
     sizes = [f"{held[phase] / 1e9:.1f}" if phase in held else "" for phase in PHASES]
-    operations, disk = f"{forecast.operations:.1e}", f"{forecast.output / 1e9:.0f}"
-    return [name, recipe, *sizes, f"{host / 1e9:.1f}", operations, disk]
+    return [name, recipe, *sizes, f"{host / 1e9:.1f}", f"{operations(plan):.1e}",
+            f"{disk(plan)[0] / 1e9:.0f}"]  # fmt: skip
 
 
 def rows(name: str) -> list[list[str]]:

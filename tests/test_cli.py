@@ -17,9 +17,9 @@ from coec import devices
 from coec.cli.commands import COMMANDS, command_of
 from coec.cli.common import measuring, named
 from coec.cli.signals import END_SIGNALS
-from coec.compensation import COMPENSATIONS
+from coec.methods import COMPENSATIONS
+from coec.methods.selection import SELECTIONS
 from coec.models.architectures import ARCHITECTURES
-from coec.selection import SELECTIONS
 from outcomes import check_refused, raising, signalled, succeeded
 
 WINDOWS = ("--samples", 24, "--seq-len", 32)
@@ -292,7 +292,7 @@ def test_a_hub_name_is_found_in_the_hubs_cache(run, tokens, monkeypatch, tmp_pat
 
 
 def test_an_interrupted_run_says_that_nothing_was_written(prune, monkeypatch, tmp_path):
-    monkeypatch.setattr("coec.pipeline.prune.solve_block", raising(KeyboardInterrupt))
+    monkeypatch.setattr("coec.pruning.solve_block", raising(KeyboardInterrupt))
     status, out, err = prune("--preset", "paper")
     assert (status, out) == (130, "")
     assert err.rstrip().endswith("coec: interrupted; nothing half-written is left")
@@ -302,7 +302,7 @@ def test_an_interrupted_run_says_that_nothing_was_written(prune, monkeypatch, tm
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", [signal.SIGINT, *END_SIGNALS])
 def test_a_signal_ends_a_run_whatever_code_in_c_makes_of_it(number, prune, monkeypatch, tmp_path):
-    monkeypatch.setattr("coec.pipeline.prune.solve_block", signalled(number))
+    monkeypatch.setattr("coec.pruning.solve_block", signalled(number))
     status, out, err = prune("--preset", "paper")
     assert (status, out) == (128 + number, "")
     assert err.rstrip().endswith("coec: interrupted; nothing half-written is left")

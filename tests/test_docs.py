@@ -5,14 +5,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from coec.settings import OPTIONS, TABLE
 
 import coec
 from coec.cli.commands import COMMANDS, command_of
-from coec.compensation import COMPENSATIONS
+from coec.config.recipe import Recipe
+from coec.methods import COMPENSATIONS
+from coec.methods.selection import SELECTIONS
 from coec.models.architectures import ARCHITECTURES
-from coec.planning.recipe import Recipe
-from coec.selection import SELECTIONS
-from coec.settings import OPTIONS, TABLE
 from tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Unpack
 
 import pytest
+from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
+from coec.settings import typed as typed_settings
+from coec.settings.options import COMPENSATION_OPTIONS
 
 import coec as package
 import tiny_models as tm
 from coec import settings
-from coec.compensation import COMPENSATIONS
+from coec.config.recipe import Recipe, read_settings
 from coec.devices import DTYPES
 from coec.errors import OptionError
-from coec.planning.recipe import Recipe, read_settings
-from coec.selection import SELECTIONS
-from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
-from coec.settings import typed as typed_settings
-from coec.settings.options import COMPENSATION_OPTIONS
+from coec.methods import COMPENSATIONS
+from coec.methods.selection import SELECTIONS
 from coec.types import SiteResult
 from outcomes import one_line, succeeded
 from tools import tables
@@ -42,7 +42,7 @@ import inspect, json, sys
 from coec.settings import NAMES, OPTIONS
 before = "torch" in sys.modules
 from coec.cli.prune import prune_command
-from coec.planning.recipe import Recipe
+from coec.config.recipe import Recipe
 from tools import tables
 recipe = Recipe(preset="paper", extra_turns=5, extra_text="yes")
 flags = inspect.signature(prune_command).parameters

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
+from coec.checkpoint.journal import journal
 from coec.cli.signals import END_SIGNALS, begin
-from coec.execution.journal import journal
 
 
 @pytest.mark.usefixtures("handlers")

@@ -30,7 +30,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMN
 PATIENCE = 300.0
 """Seconds after which a child hangs."""
 IMPORTED = (
-    "coec.cli.commands", "coec.pipeline.collect", "coec.pipeline.prune", "coec.recovery.session",
+    "coec.cli.commands", "coec.pipeline.collect", "coec.pruning", "coec.recovery.session",
     "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
 )  # fmt: skip
 """What takes seconds, and is not to be repeated in every child."""
@@ -156,16 +156,18 @@ def child(request: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    import coec.pipeline.write
+    import coec.checkpoint.checkpoint
 
-    coec.pipeline.write.MAX_SHARD = request.get("shard", coec.pipeline.write.MAX_SHARD)
-    keep, solved = coec.pipeline.write.Checkpoint.keep, []
+    coec.checkpoint.checkpoint.MAX_SHARD = request.get(
+        "shard", coec.checkpoint.checkpoint.MAX_SHARD
+    )
+    keep, solved = coec.checkpoint.checkpoint.Checkpoint.keep, []
 
     def kept(checkpoint: Any, block: Any) -> None:
         solved.append(checkpoint._units(block.block))
         keep(checkpoint, block)
 
-    coec.pipeline.write.Checkpoint.keep = kept
+    coec.checkpoint.checkpoint.Checkpoint.keep = kept
     watch = Watch(cwd, request.get("at"), request.get("what", "kill"))
     watch.start()
     sys.argv = ["coec", *request["argv"]]

@@ -6,9 +6,9 @@ from torch.nn import functional as F
 
 import coec
 import tiny_models as tm
-from coec.calibration.tokens import load_tokenizer, read_stream
 from coec.errors import OptionError
 from coec.evaluation import perplexity as module
+from coec.text.tokens import load_tokenizer, read_stream
 
 SEQ_LEN = 16
 

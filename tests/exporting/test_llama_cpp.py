@@ -14,8 +14,8 @@ from variants import HELD, UNIT, YARN
 
 import coec
 import tiny_models as tm
-from coec.calibration.windows import windows_in_order
 from coec.models.dense import Dense
+from coec.text.windows import windows_in_order
 
 pytestmark = pytest.mark.llama_cpp
 

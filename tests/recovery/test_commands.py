@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import coec
+from coec import pruning
+from coec.checkpoint.report import Report
 from coec.config.recovery import Recovery
 from coec.errors import OptionError, UnfinishedError
 from coec.models.dense import Dense
-from coec.pipeline import prune as pruning
-from coec.pipeline.report import Report
 from coec.recovery import prune_and_recover, session
 from coec.recovery.job import Job
 from coec.recovery.plan import footprints

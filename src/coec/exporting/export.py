@@ -7,9 +7,9 @@ and written one at a time.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from coec.checkpoint.folder import appearing, check_file, check_space, path_of
 from coec.errors import OptionError, OutputError, check_installed
 from coec.events import Progress, recording
-from coec.execution.output import appearing, check_file, check_space, path_of
 from coec.exporting import GGUF_DTYPES
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
