@@ -27,7 +27,9 @@ _ROWS = "| setting | values | default | |\n|---|---|---|---|\n"
 def settings() -> str:
     """Return a table for every heading of help, and one for the options of each compensation."""
     fields = [f for f in described(Recipe) if f.name not in ("options", "trust_remote_code")]
-    groups = {heading: [] for heading in dict.fromkeys(field.heading for field in fields)}
+    groups: dict[str, list[Described]] = {
+        heading: [] for heading in dict.fromkeys(field.heading for field in fields)
+    }
     for field in fields:
         groups[field.heading].append(field)
     groups["Options of `coec`"] = list(described(CoecOptions))
