@@ -28,7 +28,7 @@ from coec.cli.signals import END_SIGNALS, end
 from places import SHARED
 
 TESTS = Path(__file__).resolve().parent
-CHECKED = ("linalg", "selection", "compensation", "contracts", "models", "calibration",
+CHECKED = ("linalg", "methods", "contracts", "models", "text",
            "test_types.py", "test_exact_cases.py")  # fmt: skip
 """Where annotations are checked, but for tests marked `unchecked`."""
 

@@ -66,9 +66,9 @@ def test_a_run_into_a_log_says_how_far_it_is_and_quiet_says_nothing(said, run):
 
 @pytest.mark.parametrize("more", [(), ("--quiet",)])
 def test_a_run_that_goes_on_says_so(more, said, run, monkeypatch):
-    once = failing(pruning.solve_block, KeyboardInterrupt(), 2)
+    once = failing(pruning.solve, KeyboardInterrupt(), 2)
     with monkeypatch.context() as patch:
-        patch.setattr(pruning, "solve_block", once)
+        patch.setattr(pruning, "solve", once)
         status, _, err = run(*said("out"), *more)
     assert status == 130
     assert "resuming" not in err

@@ -67,7 +67,7 @@ def test_a_bad_value_is_refused_in_one_line_that_names_the_setting(values, name)
 def test_a_message_says_what_must_hold_and_what_was_got():
     with pytest.raises(OptionError) as error:
         Toy(ridge="best", preset="balanced")
-    assert str(error.value) == "preset must be 'paper' or 'fast', got 'best'"
+    assert str(error.value) == "preset must be 'paper' or 'fast', got 'balanced'"
     with pytest.raises(OptionError) as error:
         Toy(ridge="best")
     assert str(error.value) == "ridge must be a valid number or 'auto', got 'best'"

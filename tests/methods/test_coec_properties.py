@@ -59,7 +59,7 @@ class Case:
         self.tempered = Gram(G, self.gram.x, self.gram.tokens)
 
     def compensate(self, **options):
-        for name in COMPENSATIONS["coec"].idle(options):
+        for name in COMPENSATIONS["coec"].settings(**options).idle():
             options.pop(name, None)
         given = (self.weight, self.gram, self.kept)
         return coec.compensate(*given, value_weight=self.value, **options)

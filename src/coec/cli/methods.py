@@ -14,7 +14,7 @@ from coec.config.settings import described, shown
 
 @with_flags(JSON)
 def methods_command(**flags: Any) -> None:
-    """List presets, selections, compensations with their options, and architectures."""
+    """List presets, selections, compensations and architectures."""
     from coec.methods import COMPENSATIONS
     from coec.methods.selection import SELECTIONS
     from coec.models.architectures import ARCHITECTURES

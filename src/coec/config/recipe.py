@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, field_validator, model_validator
 
@@ -141,7 +141,7 @@ class Recipe(Settings):
         return _completed(settings, cls.model_fields)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> "Recipe":
         _check_together(self)
         return self
 
@@ -176,7 +176,7 @@ class Recipe(Settings):
     def record(self, *without: str) -> dict[str, Any]:
         """Return all settings but some by name, ready for JSON; a function by its own name."""
         chosen = {name: getattr(self, name) for name in self.own_functions}
-        names = {n: called(getattr(value, "function", value)) for n, value in chosen.items()}
+        names = {n: getattr(value, "name", None) or called(value) for n, value in chosen.items()}
         for name in ("calibration", "kept"):
             if (value := getattr(self, name)) is not None and not isinstance(value, str):
                 names[name] = called(value).lower()

@@ -1,7 +1,7 @@
 """The settings of `coec recover`."""
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -87,7 +87,7 @@ class Recovery(Settings):
         return int(float(match[1]) * _UNITS[match[2]])
 
     @model_validator(mode="after")
-    def _one_budget(self) -> Self:
+    def _one_budget(self) -> "Recovery":
         if self.tokens is not None and self.minutes is not None:
             raise OptionError("tokens and minutes are both a budget: give one of them")
         if self.minutes is not None and self.teacher == "stored":
