@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from coec.pipeline.guard import TRUSTED
 from safetensors.torch import load_file
 
 import coec
@@ -88,19 +87,6 @@ def test_a_method_that_shrinks_of_itself_is_left(dense, tokens, tmp_path, monkey
     monkeypatch.setattr("coec.pipeline.guard.TRUSTED", 0.0001)
     coec.prune(dense, tmp_path / "other", **settings)
     assert tm.same_weights(tmp_path / "one", tmp_path / "other")
-
-
-@pytest.mark.parametrize("whole", [0, 0.25])
-def test_statistics_of_experts_serve_as_the_text_does(whole, dense, tokens, tmp_path):
-    """Some of them of no token, and also where the scores of whole experts are made of them."""
-    made = coec.collect(dense, tmp_path / "s", **COLLECTED, calibration=tokens)
-    how = {"preset": "paper", "sparsity": 0.3, "expert_sparsity": whole}
-    text = coec.prune(dense, tmp_path / "a", **how, **COLLECTED, calibration=tokens)
-    saved = coec.prune(dense, tmp_path / "b", **how, statistics=made.folder)
-    assert tm.same_weights(tmp_path / "a", tmp_path / "b")
-    for name in ("tokens", "score"):
-        assert [row.get(name) for row in text.sites] == [row.get(name) for row in saved.sites]
-    assert any("score" in row for row in saved.sites) == bool(whole)
 
 
 def test_the_command_says_what_became_of_experts(dense, tokens, tmp_path, run):

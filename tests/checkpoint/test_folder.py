@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from coec.execution import output as module
 
 import coec
 import tiny_models as tm
+from coec.checkpoint import folder as module
 from coec.checkpoint.folder import JOURNAL, LOCK, check_output, check_space, claimed
 from coec.checkpoint.journal import journal
 from coec.errors import ModelError, OutputError
@@ -150,7 +150,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from coec.checkpoint.journal import journal
-from coec.execution import output
+from coec.checkpoint import folder as output
 with journal(Path(sys.argv[1]), {}, force=True) as done:
     output.rename = lambda one, to: (os.rename(one, to), os.kill(os.getpid(), signal.SIGKILL))
     (done.new / "model.safetensors").write_text("half")

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 import coec
 import oracles
 import problems
+from coec.config.recipe import CoecOptions
 from coec.events import recording
-from coec.methods import COMPENSATIONS
 from coec.methods.objective import OutputProblem
 from coec.types import Gram, KeptSet
 from properties import holds
@@ -59,7 +59,7 @@ class Case:
         self.tempered = Gram(G, self.gram.x, self.gram.tokens)
 
     def compensate(self, **options):
-        for name in COMPENSATIONS["coec"].idle(options):
+        for name in CoecOptions(**options).idle():
             options.pop(name, None)
         given = (self.weight, self.gram, self.kept)
         return coec.compensate(*given, value_weight=self.value, **options)

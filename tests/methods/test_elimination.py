@@ -10,8 +10,9 @@ import oracles
 import problems
 from coec.errors import NumericalError
 from coec.events import recording
+from coec.methods import elimination
 from coec.methods.elimination import obs, removal_path
-from coec.methods.selection import SELECTIONS, elimination, keep_highest, unit_scores
+from coec.methods.selection import SELECTIONS, keep_highest, unit_scores
 from coec.types import Gram
 from properties import holds
 

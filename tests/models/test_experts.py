@@ -94,7 +94,7 @@ def test_experts_keep_a_multiple_of_8_as_their_product_of_matrices_wants():
     assert exact.record()["widths"]["experts"]["after"] == 48
     assert not any("multiple" in note for note in exact.notes)
     assert plan(64, sparsity=0.3, multiple_of="12").record()["widths"]["experts"]["after"] == 48
-    whole = plan(64, sparsity=0.5, kv_groups="all").record()["widths"]["experts"]["after"]
+    whole = plan(64, sparsity=0.5, attention_sparsity=0).record()["widths"]["experts"]["after"]
     assert whole % 8 == 0
     assert whole < 32
 
@@ -109,7 +109,7 @@ def test_experts_whose_units_are_named_keep_these_and_a_note_says_what_that_mean
 
 def test_one_share_is_of_mlps_and_experts():
     config = tm.raw_config("qwen3_moe mixed", moe_intermediate_size=64)
-    recipe = Recipe(sparsity=0.5, mlp_sparsity=0.25, attention_sparsity=0)
+    recipe = Recipe(sparsity=0.25, attention_sparsity=0, multiple_of=1)
     made = Plan.of(Description.of(config), recipe)
     assert made.record()["widths"] == {
         "mlp": {"before": 40, "after": 30},
