@@ -11,7 +11,7 @@ CODE := src tests tools benchmarks experiments
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow crash fuzz ray gguf chains docs dist lint check format real clean
+.PHONY: help demo test slow crash fuzz gguf chains docs dist lint check format real clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,16 +33,13 @@ test: .venv/ready  ## the test suite
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 slow: .venv/ready  ## what test leaves out: long runs, less usual models, many cases, a browser, a GPU
-	@$(BIN)/python -m pytest -m "(many or browser or gpu or slow) and not (crash or fuzz or llama_cpp or chains or ray)" -n $(WORKERS) --dist worksteal
+	@$(BIN)/python -m pytest -m "(many or browser or gpu or slow) and not (crash or fuzz or llama_cpp or chains)" -n $(WORKERS) --dist worksteal
 
 crash: .venv/ready  ## runs that are killed and go on, which test leaves out too (COEC_CRASH_RUNS each)
 	@$(BIN)/python -m pytest -m crash -n $(WORKERS) --dist worksteal
 
 fuzz: .venv/ready  ## mutated inputs, which test leaves out too (COEC_FUZZ_CASES of them)
 	@$(BIN)/python -m pytest -m fuzz -n $(WORKERS) --dist worksteal
-
-ray: .venv/ready  ## clusters on this machine, nodes and drivers that are killed (minutes)
-	@$(BIN)/python -m pytest -m ray
 
 # Compiles llama.cpp (many minutes on 2 cores, once), apart from .venv. It runs on the kind of
 # machine that it was built on.

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import coec.streaming.two_streams
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -144,7 +143,7 @@ def as_on_a_gpu(count: Count, tokens_at_once: int) -> Iterator[None]:
             (coec.linalg.decompose, "by_products", lambda A: True),
             (coec.types, "widens", widens),
             (coec.types, "summed_products", summed_products),
-            (coec.streaming.two_streams, "summed_products", summed_products),
+            (coec.streams.streams, "summed_products", summed_products),
             (coec.streams.layers, "TOKENS_PER_BATCH", tokens_at_once),
         ):
             stack.enter_context(mock.patch.object(module, name, other))

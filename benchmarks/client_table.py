@@ -1,4 +1,4 @@
-"""The matrix of docs/FORMATS.md, made of the rows that `benchmarks.clients` keeps."""
+"""The matrix of docs/lab/CLIENTS.md, made of the rows that `benchmarks.clients` keeps."""
 
 from itertools import groupby
 
@@ -6,9 +6,12 @@ from benchmarks import record
 from benchmarks.client_models import Checkpoint
 from benchmarks.clients import CLIENTS, OWN, Row
 
+_LONGEST = 120
+"""Characters of a message that are shown."""
+
 
 def rendered(rows: list[Row]) -> str:
-    """The versions, the table, the errors that it has by number, and what coec refuses."""
+    """Return the versions, the table, and the errors that it has by number."""
     ran = [row for row in rows if row.client != OWN]
     clients = [key for key in CLIENTS if any(row.client == key for row in ran)]
     errors = list(dict.fromkeys(row.error for row in ran if row.error))
@@ -26,10 +29,9 @@ def rendered(rows: list[Row]) -> str:
         record.table(
             ["model", "pruned", "stored as", *(CLIENTS[key].name for key in clients)], lines
         ),
-        "\n".join(f"{at}. `{text}`" for at, text in enumerate(errors, 1)),
-        _refused([row for row in rows if row.client == OWN]),
+        "\n".join(f"{at}. `{text[:_LONGEST]}`" for at, text in enumerate(errors, 1)),
     ]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
 def _alike(
@@ -63,14 +65,3 @@ def _versions(rows: list[Row], clients: list[str]) -> str:
         names = ", ".join(f"{name} {version}" for name, version in versions.items())
         said.append(f"{CLIENTS[key].name}: {names}")
     return "; ".join(said) + "."
-
-
-def _refused(rows: list[Row]) -> str:
-    """What coec refuses to make, by its reasons."""
-    by_reason: dict[str, list[str]] = {}
-    for row in rows:
-        by_reason.setdefault(row.error or "", []).append(
-            f"{row.checkpoint.subject}, {row.checkpoint.way}"
-        )
-    lines = [f"- {'; '.join(names)}: `{reason}`" for reason, names in by_reason.items()]
-    return "\n".join(["Refused by coec, before any work:\n", *lines]) if lines else ""

@@ -8,8 +8,8 @@
 in a client's own environment, a Python given by its path, as they are, and keeps the largest
 difference of logits, or the client's error to the letter, in `results/clients.jsonl`; earlier rows
 of that client and these checkpoints go. The environment passes through: `LLAMA_CPP` is the folder
-that has llama.cpp's converter, `PYTHONPATH` may lead to packages. `table` is what docs/FORMATS.md
-has.
+that has llama.cpp's converter, `PYTHONPATH` may lead to packages. `table` is the one of
+docs/lab/CLIENTS.md.
 """
 
 import argparse

@@ -32,9 +32,9 @@ STORIES = "tinystories", "train.txt", "test.txt"
 WIKI = "wikitext-2", "valid.raw.txt", "test.raw.txt"
 TEXTS = {"stories260K": STORIES, "babyllama-1M": STORIES, "wt2-llama": WIKI, "first-8": WIKI}
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"guard": False},
-    "fast": {"attention_sparsity": 0, "guard": False, "propagate": True},
-    "balanced": {"attention_sparsity": 0, "guard": False},
+    "paper": {},
+    "fast": {},
+    "balanced": {},
 }
 TOKENS = (64, 256, 1024, 4096, 16384)
 LENGTH, BOUND = 64, 1.02

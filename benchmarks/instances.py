@@ -75,13 +75,12 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
 
     Statistics of 64 windows of 256 tokens of the model's own calibration text; selection `rcpu`.
     """
-    from coec.streaming.dense_stream import DenseStream
-
     from coec.config.recipe import Recipe
-    from coec.methods.selection import keep_highest, unit_scores
+    from coec.methods.selection import keep_highest, rcpu, unit_scores
     from coec.models.dense import Dense
     from coec.models.surgery import value_rows
-    from coec.planning import Plan
+    from coec.planning.plan import Plan
+    from coec.streams.streams import Streams
     from coec.text.tokens import load_tokenizer, read_stream
     from coec.text.windows import sample_windows
 
@@ -91,14 +90,16 @@ def sites(shared: Path, model: str = TRAINED, *, sparsity: float = 0.3) -> Itera
     text = str(shared / "data" / TEXTS[model])
     stream = read_stream(text, lambda: load_tokenizer(folder), split="train")
     windows = sample_windows(stream, samples=64, seq_len=256, seed=0)
-    dense = DenseStream(checkpoint, windows.ids, device=torch.device("cpu"), dtype=torch.float32)
-    for block in dense.blocks():
-        for site in block.block.sites:
-            gram = block.grams[site.name]
-            weight = block.tensors[site.weight].to(gram.xx)
-            scores = unit_scores(plan.recipe.score(weight, gram), site.units)
+    streams = Streams(plan, checkpoint, windows.ids, pruned=False)
+    for block in checkpoint.layout.blocks:
+        tensors, sums = streams.measure(block)
+        assert sums is not None
+        for site in block.sites:
+            gram = sums.pop(site.name).gram()
+            weight = tensors[site.weight].to(gram.xx)
+            scores = unit_scores(rcpu(weight, gram), site.units)
             units = keep_highest(scores, plan.widths.of(site))
-            value = value_rows(block.tensors, site, units)
+            value = value_rows(tensors, site, units)
             value = None if value is None else value.to(gram.xx)
             name = f"{model} block {block.index} {site.name}"
             yield Instance(name, weight, gram, site.kept_columns(units), value)

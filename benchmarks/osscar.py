@@ -86,11 +86,10 @@ def _windows(model: Path, windows: Any) -> Tensor:
     """Draw the calibration windows that `coec.prune` would."""
     from coec.config.recipe import Recipe
     from coec.models.dense import Dense
-    from coec.streams.windows import window_maker
+    from coec.streams.windows import CalibrationText
 
     recipe = Recipe(preset="paper", **windows)
-    make = window_maker(Dense.open(model), recipe.calibration, recipe.runtime, None)
-    return make(torch.device("cpu"), torch.float32, None).ids
+    return CalibrationText.read(Dense.open(model), recipe, None).drawn[0].ids
 
 
 def _call(layer: Any, states: Tensor, rotary: Any) -> Tensor:

@@ -67,9 +67,9 @@ SIZES = {"cpu": Size(64, 512, windows=32), "gpu": Size(128, 1024, characters=900
 ONE_SHOT = {"preset": "paper", "multiple_of": 1}
 ROWS: dict[str, dict[str, Any]] = {
     "fast": {"preset": "fast"},
-    "fast, by block": {"preset": "fast", "non_uniform": True},
+    "fast, by block": {"preset": "fast", "by_block": True},
     "balanced": {"preset": "balanced"},
-    "balanced, by block": {"preset": "balanced", "non_uniform": True},
+    "balanced, by block": {"preset": "balanced", "by_block": True},
     "paper": {"preset": "paper"},
     "none": {**ONE_SHOT, "selection": "wanda-sp", "compensation": "none"},
     "FLAP": {**ONE_SHOT, "selection": "flap", "compensation": "bias"},
@@ -296,10 +296,9 @@ def _trained(case: dict[str, Any], out: Path) -> dict[str, Any]:
 
     Seconds hold those of the pruning; what the training's report says is there too.
     """
-    from coec.settings.recovery import Recovery
-
     import coec
     from benchmarks.recover import same_windows
+    from coec.config.recovery import Recovery
     from coec.devices import choose_device
     from coec.recovery.plan import footprints
 
@@ -325,7 +324,7 @@ def _trained(case: dict[str, Any], out: Path) -> dict[str, Any]:
         "text": str(sources.get(text, text)), "seq_len": size.seq_len, "seed": case["seed"],
         "forward_dtype": "bfloat16",
     }  # fmt: skip
-    way = footprints(model, start, Recovery.of(settings), choose_device("auto"), None)[0]
+    way = footprints(model, start, Recovery(**settings), choose_device("auto"), None)[0]
     training = coec.recover(model, start, out, progress=_progress, **settings).recoveries[-1]
     cpu = time.process_time() - spent
     told = ("tokens", "passes", "learning_rate", "held_out", "curve")

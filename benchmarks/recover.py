@@ -108,7 +108,7 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
     path = record.RESULTS / "recover.json"
     content = json.loads(path.read_text()) if path.is_file() else {"rows": []}
     rows = content["rows"]
-    start = spent([sys.executable, "-c", "import coec.recovery.recover"])["cpu"]
+    start = spent([sys.executable, "-c", "import coec.recovery.session"])["cpu"]
     for case in cases(chosen.models, chosen.cases):
         if any(Case(**row["case"]) == case for row in rows):
             continue
@@ -161,15 +161,15 @@ def same_windows(
 ) -> str:
     """Write the windows that a pruning is calibrated on, as token ids; return the file."""
     import numpy as np
-    from coec.settings import Calibration, Runtime
 
     from coec.models.dense import Dense
     from coec.text.tokens import Extent
     from coec.text.windows import sample_windows, text_stream
 
-    model = Dense.open(dense)
-    settings = Calibration(source=str(calibration), samples=samples, seq_len=seq_len, seed=seed)
-    stream = text_stream(model, settings, Runtime(), Extent(9 * samples * seq_len), None)
+    extent = Extent(9 * samples * seq_len)
+    stream = text_stream(
+        Dense.open(dense), str(calibration), "text", extent, trust_remote_code=False, progress=None
+    )
     windows = sample_windows(stream, samples=samples, seq_len=seq_len, seed=seed)
     np.save(folder / "windows.npy", windows.ids.numpy())
     return str(folder / "windows.npy")

@@ -27,13 +27,12 @@ from unittest import mock
 import numpy as np
 import torch
 import transformers
-from coec.streaming import worker_group
-from coec.streaming.two_streams import TwoStreams
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import record
 from coec.errors import CoecError
+from coec.streams.streams import Streams
 
 BLOCKS, SPARSITY, VOCABULARY = 2, 0.3, 32_000
 
@@ -140,10 +139,9 @@ def moving(work: Path, device: str, scale: float, samples: int) -> dict[str, flo
     """
     length = max(32, round(4096 * scale))
     dense, tokens = made(work, scale, samples, length, torch.bfloat16)
-    ahead: dict[str, Any] = {"propagate": True}  # however few the tokens are
-    brief: dict[str, Any] = {"reconstruct": 1, "prediction_passes": 0}
+    brief: dict[str, Any] = {"reconstruct": 1}
     recipes: list[tuple[str, dict[str, Any]]] = [
-        ("fast", ahead), ("balanced", brief | ahead), ("balanced", brief | {"propagate": False}),
+        ("fast", {}), ("balanced", brief), ("balanced", brief | {"propagate": False}),
     ]  # fmt: skip
     largest = {"again": 0.0, "on the host": 0.0}
     for number, (preset, settings) in enumerate(recipes):
@@ -151,13 +149,13 @@ def moving(work: Path, device: str, scale: float, samples: int) -> dict[str, flo
         for run, out in outs.items():
             room = 0.0 if run == "on the host" else 0.8
             with (
-                mock.patch("coec.planning.run._ROOM_FOR_STATES", room),
-                mock.patch("coec.streams.layers.NUMBERS_PER_BATCH", 2**23),  # many batches
-                mock.patch.object(worker_group, "TwoStreams", wraps=TwoStreams) as made_streams,
+                mock.patch("coec.planning.memory._ROOM_FOR_STATES", room),
+                mock.patch("coec.sizes.NUMBERS_PER_BATCH", 2**23),  # many batches
+                mock.patch("coec.pruning.Streams", wraps=Streams) as made_streams,
                 sdpa_kernel(SDPBackend.MATH),  # the others' derivatives differ from run to run
             ):
                 pruned(dense, out, tokens, preset, samples, length, device, **settings)
-            home = made_streams.call_args.kwargs["home"].type
+            home = made_streams.call_args.args[0].home.type
             there = "cuda" if torch.cuda.is_available() and device != "cpu" else "cpu"
             if home != ("cpu" if run == "on the host" else there):
                 raise RuntimeError(f"hidden states of the run '{run}' were on {home}")

@@ -24,7 +24,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import tiny_models as tm
-from coec.cli.signals import END_SIGNALS, forget
+from coec.cli.signals import END_SIGNALS, end
 from places import SHARED
 
 TESTS = Path(__file__).resolve().parent
@@ -123,7 +123,7 @@ def handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    forget()
+    end()
 
 
 @pytest.fixture(scope="session")

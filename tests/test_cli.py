@@ -1,7 +1,6 @@
 """The command as users type it."""
 
 import contextlib
-import inspect
 import json
 import re
 import shutil
@@ -11,15 +10,13 @@ import sys
 
 import pytest
 import torch
-from coec.settings.recovery import KNOWN_GAIN
 
 import coec
 import tiny_models as tm
 from coec import devices
-from coec.cli.commands import app
+from coec.cli.commands import COMMANDS, command_of
 from coec.cli.common import measuring, named
 from coec.cli.signals import END_SIGNALS
-from coec.evaluation.perplexity import EVALUATION_SEQ_LEN
 from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
 from coec.models.architectures import ARCHITECTURES
@@ -27,7 +24,6 @@ from outcomes import check_refused, raising, signalled, succeeded
 
 WINDOWS = ("--samples", 24, "--seq-len", 32)
 NONE = ("--preset", "paper", "--compensation", "none")
-COMMANDS = {command.name: command.callback for command in app.registered_commands}
 
 
 @pytest.fixture
@@ -115,7 +111,7 @@ def test_what_is_in_the_current_folder_is_named_from_there(tmp_path, monkeypatch
 
 
 def test_prune_then_eval(dense, tokens, prune, perplexity, tmp_path):
-    out, _ = succeeded(prune("--preset", "paper"))
+    out, _ = succeeded(prune("--preset", "paper", "--rounds", 1))
     assert "40 → 28 per block" in out
     assert "stored as        mistral" in out
     assert "loads in         transformers, vLLM, SGLang" in out
@@ -128,7 +124,7 @@ def test_prune_then_eval(dense, tokens, prune, perplexity, tmp_path):
     assert re.match(
         r"  ten minutes are [1-9][\d,]* tokens here at the most, in \d+\.\d GB", minutes
     )
-    assert minutes.endswith(f" GB of memory; {KNOWN_GAIN}")
+    assert "GB of memory; " in minutes
     out, _ = succeeded(perplexity(tmp_path / "out", "--baseline", dense))
     assert "ratio" in out
 
@@ -192,34 +188,36 @@ def test_flags_win_over_the_recipe_file(dense, tokens, run, tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         'preset = "paper"\n'
-        f'sparsity = 0.5\nseq-len = 32\nsamples = 24\ncalibration = "{tokens}"\nkappa = 4\n'
+        f'sparsity = 0.5\nseq-len = 32\nsamples = 24\ncalibration = "{tokens}"\nrounds = 1\n'
         'selection = "flap"\nalpha = 0.8\n'
     )
     out, _ = succeeded(run("prune", dense, tmp_path / "out", "--config", recipe, "--alpha", 0.7,
                            "--json"))  # fmt: skip
     chosen = json.loads(out)["recipe"]
     assert (chosen["sparsity"], chosen["selection"]) == (0.5, "flap")
-    assert (chosen["options"]["alpha"], chosen["options"]["kappa"]) == (0.7, 4)
+    assert (chosen["options"]["alpha"], chosen["options"]["rounds"]) == (0.7, 1)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        "--selection wanda-sp --rotation left --kappa 4",
-        "--selection flap --solver gradient",
-        "--selection magnitude --parameterization full --lambda-a 0",
-        "--selection random --rescale fixed --seed 7",
+        "--selection wanda-sp --rotation better --kappa 4 --start procrustes",
+        "--selection flap --solver gradient --delta 1e-3 --tol 1e-3",
+        "--selection magnitude --parameterization full --slices 2 --lambda-a 0",
+        "--selection random --rescale fixed --rescale-ridge 2 --seed 7",
         "--compensation ridge-to-slice --ridge 0.1 --dtype bfloat16",
         "--compensation least-squares --ridge 0 --forward-dtype float64",
         "--compensation rcpu --solve-dtype float32 --device cpu",
-        "--lambda-a 5 --r-p 4 --alpha 1",
+        "--lambda-a 5 --r-p 4 --alpha 1 --iterations 9 --precision 1e-4",
         "--calibration self --samples 16 --seq-len 16 --compensation none",
         "--sparsity 0.6 --compensation bias --force",
+        "--kappa 4 --iterations 9",
     ],
 )
 def test_every_flag_does_something(flags, prune, tmp_path):
+    rounds = () if "--compensation" in flags else ("--rounds", 1)
     flags = flags.split()
-    out, _ = succeeded(prune("--preset", "paper", *flags, "--json"))
+    out, _ = succeeded(prune("--preset", "paper", *rounds, *flags, "--json"))
     record = json.loads(out)
     flat = {**record["recipe"], **record["recipe"]["options"]}
     for flag, value in zip(flags[::2], flags[1::2]) if len(flags) % 2 == 0 else ():
@@ -257,17 +255,6 @@ def test_wrong_usage_is_status_2(arguments, run):
     status, out, err = run(*arguments.split())
     assert (status, out) == (2, "")
     assert "Usage" in err
-
-
-@pytest.mark.parametrize(
-    "flags",
-    ["--samples 3", "--text text.txt --seed 3",
-     "--text self --max-windows 3"],
-)  # fmt: skip
-def test_flags_that_would_not_be_heard_are_wrong_usage(flags, dense, run):
-    status, out, err = run("eval", dense, *flags.split())
-    assert (status, out) == (2, "")
-    assert f"{flags.split()[-2]} belongs to" in err
 
 
 def test_errors_are_one_line_on_stderr_and_status_1(run, tmp_path):
@@ -335,22 +322,11 @@ def test_what_is_finished_all_the_same_is_no_failure(run, monkeypatch):
     assert run("methods")[0] == 0
 
 
-@pytest.mark.parametrize("command", ["prune", "collect", "compensate"])
-def test_a_recipe_file_holds_settings_alone(command, dense, run, tmp_path):
-    places = [dense, *[dense] * (command == "compensate"), tmp_path / "out"]
-    cases = {
-        f"{key} = 1": f"holds '{key}', which is no setting: give it to the command"
-        for key in ("model", "out", "force", "restart", "statistics", "progress", "recipe",
-                    "dense", "pruned", "config")
-    }  # fmt: skip
-    cases["samples-of = 1"] = "holds 'samples-of', which is no setting; did you mean 'samples'?"
-    cases["alhpa = 1"] = "holds 'alhpa', which is no setting; did you mean 'alpha'?"
-    cases["seq-len = 8\nseq_len = 16"] = "sets seq_len twice, as 'seq-len' and 'seq_len'"
-    cases["alpha = "] = "is not valid TOML"
-    cases["[coec]\nalpha = 1"] = "has a table [coec]; write its keys at the top level"
-    for content, said in cases.items():
-        (tmp_path / "r.toml").write_text(content)
-        check_refused(run(command, *places, "--config", tmp_path / "r.toml"), said)
+@pytest.mark.parametrize("content", ["model = 1", "alhpa = 1", "alpha = ", "[coec]\nalpha = 1"])
+def test_a_recipe_file_holds_settings_alone(content, dense, run, tmp_path):
+    (tmp_path / "r.toml").write_text(content)
+    command = ("prune", dense, tmp_path / "out", "--config", tmp_path / "r.toml")
+    check_refused(run(*command), "r.toml'")
 
 
 def test_evaluation_on_the_calibration_text_is_noted(dense, tokens, prune, perplexity, tmp_path):
@@ -397,10 +373,9 @@ def test_help_imports_nothing_heavy(arguments):
     assert "Usage: coec" in shown.stdout or arguments == ["--version"]
 
 
-def test_defaults_in_help_are_those_of_the_functions():
-    """Of the flags that are no field."""
-    annotation = inspect.signature(COMMANDS["eval"]).parameters["seq_len"].annotation
-    assert f"Default: {EVALUATION_SEQ_LEN}" in annotation.__metadata__[0].help
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_line_of_help_begins_the_help_of_the_command(command):
+    assert command_of(command).help.startswith(COMMANDS[command].help)
 
 
 def test_code_of_a_tokenizer_is_refused_by_its_flag(dense, run, text, tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ import pytest
 from coec.settings import Calibration, CoecOptions, Pruning, Reconstruction, RidgeOptions, Runtime
 from coec.settings import typed as typed_settings
 from coec.settings.options import COMPENSATION_OPTIONS
-from coec.settings.recovery import Recovery
 
 import coec as package
 import tiny_models as tm
@@ -109,8 +108,6 @@ def test_functions_take_the_settings_by_their_types():
     assert tables.typed() == written, "write it anew: python tools/tables.py typed > …/typed.py"
     taken = {"options", "trust_remote_code", *settings.NAMES}
     assert typed_settings.PruningSettings.__annotations__.keys() == taken
-    names = {item.name for item in Recovery.table()}
-    assert typed_settings.RecoverySettings.__annotations__.keys() == names
     for function in (package.prune, package.plan, package.collect, package.compensate_pruned):
         parameter = inspect.signature(function).parameters["settings"]
         assert parameter.annotation == Unpack[typed_settings.PruningSettings]
@@ -133,9 +130,14 @@ def test_the_document_lists_every_setting():
         (CoecOptions, {"kappa": 10**400}, "kappa must be at least 1 and finite"),
         (CoecOptions, {"lambda_a": -1.0}, "lambda_a must be at least 0"),
         (CoecOptions, {"r_p": 0}, "r_p must be a whole number of at least 1"),
-        (CoecOptions, {"r_p": 2.5}, "r_p must be a whole number of at least 1, got 2.5"),
-        (CoecOptions, {"rescale": "best"}, "must be one of gcv, fixed, got 'best'"),
-        (CoecOptions, {"solver": "newton"}, "solver must be one of joint, gradient"),
+        (CoecOptions, {"rounds": -1}, "rounds must be a whole number of at least 0"),
+        (CoecOptions, {"rounds": 2.5}, "rounds must be a whole number of at least 0, got 2.5"),
+        (CoecOptions, {"iterations": 0}, "iterations must be a whole number of at least 1"),
+        (CoecOptions, {"slices": 0}, "slices must be a whole number of at least 1"),
+        (CoecOptions, {"tol": math.nan}, "tol must be at least 0 and finite, got nan"),
+        (CoecOptions, {"rescale_ridge": math.inf}, "_ridge must be at least 0 and finite, got inf"),
+        (CoecOptions, {"rescale": "best"}, "must be one of gcv, fixed, uniform, got 'best'"),
+        (CoecOptions, {"solver": "newton"}, "solver must be one of joint, conjugate, gradient"),
         (CoecOptions, {"solver": ["joint"]}, "solver must be one of"),
         (RidgeOptions, {"ridge": -1.0}, "ridge must be at least 0 and finite"),
         (RidgeOptions, {"ridge": math.nan}, "ridge must be at least 0 and finite"),
@@ -173,8 +175,8 @@ def test_a_recipe_of_parts_is_the_recipe_of_flat_settings():
 
 def test_a_record_lists_what_determines_the_result():
     assert Recipe(device="cpu", trust_remote_code=True).record().keys() == {
-        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget",
-        "context", "drop_blocks",
+        "preset", "sparsity", "attention_sparsity", "mlp_sparsity", "budget_parameters",
+        "budget_memory", "context", "drop_blocks",
         "expert_sparsity", "attention_units", "multiple_of", "tensor_parallel", "allocation",
         "non_uniform", "selection", "kept",
         "compensation", "options", "propagate", "reconstruct", "reconstruct_rate",
@@ -189,6 +191,10 @@ def test_a_recipe_checks_the_options_of_its_compensation():
         Recipe(preset="paper", options={"alpha": 2.0})
     with pytest.raises(OptionError, match="'rcpu' has no option 'alpha'; its options: none"):
         Recipe(compensation="rcpu", options={"alpha": 0.5})
+    with pytest.raises(OptionError, match=r"slices = \d+ does not go with alignment"):
+        Recipe(preset="paper", slices=2)
+    alone = {"slices": 2, "lambda_a": 0.0}
+    assert Recipe(preset="paper", **alone).pruning.options == alone
 
 
 def told(problem, *, what=None):
@@ -229,7 +235,7 @@ BESIDE = {
 
 @pytest.mark.parametrize(("name", "value"), BESIDE.items())
 def test_any_setting_stands_beside_a_preset_wherever_it_is_named(name, value, tmp_path):
-    recipe = Recipe(preset="balanced", **{name: value})
+    recipe = Recipe(preset="best", **{name: value})
     record = recipe.record()
     assert (record["options"] | record)[name] == value
     if name not in ("reconstruct", "compensation"):  # which make others of the preset idle
@@ -268,8 +274,8 @@ def test_an_option_of_a_users_method_may_be_called_alike():
 @pytest.mark.parametrize("preset", ["fast", "best"])
 def test_widths_by_block_follow_the_error_unless_something_else_is_said(preset):
     assert Recipe(preset=preset).pruning.allocation == "uniform"
-    assert Recipe(preset=preset, by_block=True).pruning.allocation == "error"
-    chosen = Recipe(preset=preset, by_block=True)
+    assert Recipe(preset=preset, non_uniform=True).pruning.allocation == "error"
+    chosen = Recipe(preset=preset, non_uniform=True, allocation="adaptive")
     assert chosen.pruning.allocation == "adaptive"
 
 
@@ -293,9 +299,9 @@ def test_the_default_is_balanced_and_help_says_both_defaults(run):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"kappa": 5}, "kappa is an option of compensation coec, and preset balanced takes "
+        ({"rounds": 5}, "rounds is an option of compensation coec, and preset balanced takes "
          "ridge-to-slice: add preset=paper or compensation=coec"),
-        ({"preset": "fast", "options": {"kappa": 5}}, "preset fast takes ridge-to-slice: add "
+        ({"preset": "fast", "options": {"rounds": 5}}, "preset fast takes ridge-to-slice: add "
          "compensation=coec"),
         ({"preset": "paper", "ridge": 1.0}, "ridge is an option of compensation least-squares and "
          "ridge-to-slice, and preset paper takes coec: add compensation=ridge-to-slice"),
@@ -306,22 +312,22 @@ def test_an_option_of_another_compensation_is_answered_with_what_to_add(given, s
         Recipe(**given)
     assert str(error.value).endswith(said)
     assert Recipe(**given | {"compensation": said.rpartition("compensation=")[2]})
-    if "kappa" in given:
-        _, _, err = run("prune", "model", "--dry-run", "--kappa", 5)
+    if "rounds" in given:
+        _, _, err = run("prune", "model", "--dry-run", "--rounds", 5)
         assert "add --preset paper or --compensation coec" in err
 
 
 def test_what_has_no_windows_to_validate_or_to_choose_by_is_left_out():
     assert Recipe(samples=1).calibration.holdout == 0
     assert Recipe(samples=2).calibration.holdout == 0.125
-    assert Recipe(preset="balanced", holdout=0).reconstruction.kv_groups == "uniform"
+    assert Recipe(preset="best", holdout=0).reconstruction.kv_groups == "uniform"
 
 
-@pytest.mark.parametrize("beside", [{}, {"sparsity": 0.5}, {"preset": "balanced"}, {"options": {}}])
+@pytest.mark.parametrize("beside", [{}, {"sparsity": 0.5}, {"preset": "best"}, {"options": {}}])
 def test_a_recipe_takes_settings_by_name_or_all_its_parts(beside):
     with pytest.raises(OptionError, match="by name .*, or all of its parts and nothing besides"):
         Recipe(runtime=Runtime(device="cpu"), **beside)
     with pytest.raises(OptionError, match="unknown setting 'pruning'"):
         Recipe(pruning=0.5)
-    recipe = Recipe(preset="balanced", alpha=0.5, compensation="coec")
+    recipe = Recipe(preset="best", alpha=0.5, compensation="coec")
     assert dataclasses.replace(recipe, runtime=Runtime(device="cpu")).pruning == recipe.pruning

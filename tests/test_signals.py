@@ -6,13 +6,13 @@ import signal
 import pytest
 
 from coec.checkpoint.journal import journal
-from coec.cli.signals import END_SIGNALS, end_tidily
+from coec.cli.signals import END_SIGNALS, begin
 
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", END_SIGNALS)
 def test_a_signal_that_ends_the_program_leaves_nothing(number, tmp_path):
-    end_tidily()
+    begin()
 
     def write():
         with journal(tmp_path / "a" / "out", {}) as done:
@@ -29,5 +29,5 @@ def test_a_signal_that_ends_the_program_leaves_nothing(number, tmp_path):
 @pytest.mark.usefixtures("handlers")
 def test_what_nohup_ignores_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    end_tidily()
+    begin()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

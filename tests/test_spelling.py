@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import coec
-import coec.cli.commands  # declares the flags
-from coec.cli.common import spelled
+import coec.cli.prune  # declares the flags
+from coec.cli.flags import spelled
 
 SOURCES = Path(coec.__file__).parent
 ELSEWHERE = {"--model-impl", "--head", "--object-store-memory"}
@@ -25,7 +25,7 @@ ELSEWHERE = {"--model-impl", "--head", "--object-store-memory"}
         ("text=/a/b.txt (text_column=NAME)", "--text /a/b.txt (--text-column NAME)"),
         ("no model at 'dir/force=True'", "no model at 'dir/force=True'"),
         ("heads need width=0 and head_dim=4", "heads need width=0 and head_dim=4"),
-        ("alpha must be in [0, 1], got 2", "alpha must be in [0, 1], got 2"),
+        ("alpha must be in [0, 1], got 2", "--alpha must be in [0, 1], got 2"),
     ],
 )  # fmt: skip
 def test_an_argument_becomes_a_flag(said, shown):

@@ -30,7 +30,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMN
 PATIENCE = 300.0
 """Seconds after which a child hangs."""
 IMPORTED = (
-    "coec.cli.commands", "coec.exporting.export", "coec.pruning", "coec.recovery.job",
+    "coec.cli.commands", "coec.exporting.export", "coec.pruning", "coec.recovery.session",
     "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
 )  # fmt: skip
 """What takes seconds, and is not to be repeated in every child."""

@@ -14,8 +14,8 @@ from variants import HELD, UNIT, YARN
 
 import coec
 import tiny_models as tm
-from coec.evaluation.perplexity import evaluation_windows
 from coec.models.dense import Dense
+from coec.text.windows import windows_in_order
 
 pytestmark = pytest.mark.llama_cpp
 
@@ -200,7 +200,10 @@ def test_perplexity_of_a_pruned_model(shared, tmp_path):
                compensation="ridge-to-slice", preset="paper")  # fmt: skip
     coec.export(tmp_path / "pruned", tmp_path / "out.gguf")
     ours = coec.perplexity(tmp_path / "pruned", text, seq_len=256, max_windows=8)
-    windows = evaluation_windows(tmp_path / "pruned", text, seq_len=256, max_windows=8).ids
+    windows = windows_in_order(
+        Dense.open(tmp_path / "pruned"), text, "text", count=8, seq_len=256,
+        trust_remote_code=False,
+    ).ids  # fmt: skip
     llama = Llama(tmp_path / "out.gguf")
     losses = [
         torch.nn.functional.cross_entropy(llama.logits(ids.tolist())[:-1].double(), ids[1:])

@@ -1,7 +1,7 @@
 """Which of the random models a GGUF file can hold."""
 
 import tiny_models as tm
-from coec.exporting.targets import TARGETS
+from coec.exporting.hyperparameters import TARGETS
 
 HELD = [name for name, v in tm.VARIANTS.items() if v["model_type"] in TARGETS]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

@@ -15,17 +15,14 @@ from coec.cli import signals
 
 _ENDED = tuple(128 + number for number in signals.END_SIGNALS)
 """Exit statuses after the other signals that end a run."""
-_LOWER = "--samples or --seq-len"
 
 
 def main() -> None:
     """Run the command line; errors a user can mend become one line and exit status 1."""
-    # SIGTERM and SIGHUP unwind the program; Ctrl-C ends it until work has begun.
-    signals.end_tidily()
-    signals.end_at_once()
+    signals.begin()
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
+            sys.stdout.reconfigure(errors="backslashreplace")  # for terminals of ASCII alone
         _run()
         sys.stdout.flush()
     except KeyboardInterrupt as error:
@@ -38,12 +35,12 @@ def main() -> None:
         _say(f"{name} cannot be used: {error.strerror or error}")
         _leave(1)
     finally:
-        signals.as_before()
+        signals.end()
 
 
 def _run() -> None:
     if "" in sys.argv[1:]:
-        _say("an argument is empty: leave it out, or say what is meant")
+        _say("an argument is empty: leave it out, or give it a value")
         sys.exit(2)
     from coec.cli.commands import app
     from coec.errors import CoecError
@@ -52,23 +49,23 @@ def _run() -> None:
         app(prog_name="coec")
     except BaseException as error:
         _end_by_signal(error)
+        message = _out_of_memory(error)
         if isinstance(error, CoecError):
             from coec.cli.flags import spelled
 
-            _fail(spelled(str(error)), error)
-        if isinstance(error, (MemoryError, RuntimeError)):
-            _fail_without_memory(error)
+            message = spelled(str(error))
+        if message is not None:
+            _say(message)
+            _say_what_is_kept(error)
+            sys.exit(1)
         sys.stdout.flush()  # while a failure can still be told
         raise
 
 
 def _end_by_signal(error: BaseException) -> None:
-    """Raise the exit of the signal that came, if one has, whatever arrives in its place.
-
-    What was finished all the same is no failure.
-    """
+    """Raise the exit of the signal that came, if one has, in place of any other error."""
     asked = error.code if isinstance(error, SystemExit) else signals.status()
-    if not asked:
+    if not asked:  # a command that finished in spite of a signal has not failed
         return
     status = signals.status() or asked
     if status == signals.INTERRUPTED:
@@ -79,23 +76,17 @@ def _end_by_signal(error: BaseException) -> None:
         raise SystemExit(status) from error
 
 
-def _fail_without_memory(error: MemoryError | RuntimeError) -> None:
-    """Say what to lower where memory was the problem; raises any other error again.
+def _out_of_memory(error: BaseException) -> str | None:
+    """Return what to lower if memory was the problem; None for any other error.
 
-    torch is not imported to tell its errors: whoever raised them has imported it.
+    torch is not imported to recognise its errors.
     """
+    lower = "out of memory: lower --samples or --seq-len"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         first = "".join(f"({line})" for line in str(error).strip().splitlines()[:1])
-        _fail(f"out of memory: lower {_LOWER}, or use --device cpu {first}", error)
-    if "DefaultCPUAllocator" not in str(error):  # what torch raises for the CPU's memory
-        raise error
-    _fail(f"out of memory: lower {_LOWER}", error)
-
-
-def _fail(message: str, error: BaseException) -> None:
-    _say(message)
-    _say_what_is_kept(error)
-    sys.exit(1)
+        return f"{lower}, or use --device cpu {first}"
+    # torch raises a plain RuntimeError for the CPU's memory.
+    return lower if "DefaultCPUAllocator" in str(error) else None
 
 
 def _say_ended(error: BaseException) -> None:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _FLAGS = (
     Flag(
         "dtype", str,
-        "Dtype of matrices: f32, f16, bf16 or q8_0. Default: the one that the weights are stored "
-        "in.", names=GGUF_DTYPES,
+        "Dtype of matrices: f32, f16, bf16 or q8_0. Default: the dtype of the stored weights.",
+        names=GGUF_DTYPES,
     ),
     Flag(
         "context", int,
@@ -35,7 +35,7 @@ def export_command(
     out: Annotated[Path, argument("File to make, named ….gguf.", "OUT.gguf")],
     **flags: Any,
 ) -> None:
-    """Write MODEL as one GGUF file, for llama.cpp and what is built on it."""
+    """Write MODEL as one GGUF file, for llama.cpp and programs that use it."""
     common.quieten()
     from coec.exporting.export import export
 
@@ -58,8 +58,7 @@ def _lines(written: "Export") -> Iterator[str]:
     if written.fallback:
         rows["f16 instead"] = (
             f"{len(written.fallback)} matrices, first {written.fallback[0]}: their rows do not "
-            f"divide into blocks of {written.dtype}; the file is "
-            f"{written.fallback_bytes / 1e6:,.2f} MB larger for it"
+            f"divide into blocks of {written.dtype}"
         )
     yield from (f"{name:<16} {value}" for name, value in rows.items())
     yield from written.notes

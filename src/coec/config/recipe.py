@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import NonNegativeFloat, ValidationInfo, field_validator, model_validator
+from pydantic import NonNegativeFloat, field_validator, model_validator
 
 from coec.config.settings import DtypeName, Settings, called, setting, without_effect
 from coec.errors import OptionError
@@ -145,20 +145,10 @@ class Recipe(Settings):
         _check_together(self)
         return self
 
-    @field_validator("kept", mode="before")
+    @field_validator("kept", "calibration", mode="before")
     @classmethod
-    def _as_path(cls, value: Any) -> Any:
+    def _path_as_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
-
-    @field_validator("calibration")
-    @classmethod
-    def _as_source(cls, text: Any, info: ValidationInfo) -> Any:
-        """Arrays become tensors of token ids; lists and generators documents, read once."""
-        if isinstance(text, str | Path):
-            return str(text)
-        from coec.text.tokens import source_of
-
-        return source_of(text, info.data["text_column"])
 
     @field_validator("multiple_of", "budget", mode="before")
     @classmethod
@@ -187,6 +177,9 @@ class Recipe(Settings):
         """Return all settings but some by name, ready for JSON; a function by its own name."""
         chosen = {name: getattr(self, name) for name in self.own_functions}
         names = {n: called(getattr(value, "function", value)) for n, value in chosen.items()}
+        for name in ("calibration", "kept"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, str):
+                names[name] = called(value).lower()
         return super().record(*without, *names) | names
 
     @property

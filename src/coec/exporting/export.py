@@ -6,7 +6,6 @@ and written one at a time.
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import SupportsIndex
 
 from coec.checkpoint.folder import appearing, check_file, check_space, path_of
 from coec.errors import OptionError, OutputError, check_installed
@@ -26,15 +25,14 @@ class Export:
 
     Attributes:
         arch: llama.cpp's architecture.
-        dtype: of matrices.
-        parameters: of the model, tied ones once.
-        context: tokens that the file says the model takes.
-        tokenizer: llama.cpp's names for its kind and for how it cuts text; None where the file has
-            none.
+        dtype: dtype of the matrices.
+        parameters: number of parameters of the model, tied ones once.
+        context: largest number of tokens that the file states.
+        tokenizer: llama.cpp's names for its kind and for its way to cut text; None if the file has
+            no tokenizer.
         fallback: matrices that are f16 instead of the chosen dtype, since their rows do not divide
             into its blocks.
-        fallback_bytes: bytes by which the file is larger for them.
-        notes: what to know of the file, one sentence each.
+        notes: differences from the model, one sentence each.
     """
 
     path: str
@@ -45,7 +43,6 @@ class Export:
     context: int
     tokenizer: str | None
     fallback: tuple[str, ...]
-    fallback_bytes: int
     notes: tuple[str, ...]
 
     def as_dict(self) -> JsonDict:
@@ -58,7 +55,7 @@ def export(
     out: str | Path,
     *,
     dtype: str | None = None,
-    context: SupportsIndex | None = None,
+    context: int | None = None,
     no_tokenizer: bool = False,
     force: bool = False,
     progress: Progress | None = None,
@@ -82,21 +79,17 @@ def export(
     """
     if dtype is not None and dtype not in GGUF_DTYPES:
         raise OptionError(f"dtype must be one of {', '.join(GGUF_DTYPES)}, got {dtype!r}")
-    length = None if context is None else int(context)
-    if length is not None and length < 1:
-        raise OptionError(f"context must be at least 1, got {length}")
     path = path_of(out)
     if path.suffix != _SUFFIX:
         raise OutputError(f"the output must be a file whose name ends in {_SUFFIX}, got '{out}'")
     check_installed("writing GGUF files", "'coec[gguf]'", "gguf")
     check_file(path, _MAGIC, force)
     # These modules need the package, so they are imported only now.
-    from coec.exporting.plan import ExportPlan
-    from coec.exporting.writing import write
+    from coec.exporting.content import ExportPlan, write
 
     with recording() as events:
         # Plan, with every refusal → space → file, which appears whole or not at all
-        plan = ExportPlan.of(Dense.open(model), dtype, length, with_tokenizer=not no_tokenizer)
+        plan = ExportPlan.of(Dense.open(model), dtype, context, with_tokenizer=not no_tokenizer)
         check_space(path, plan.size)
         with appearing(path, _MAGIC, force) as partial:
             write(plan, partial, progress)
@@ -110,6 +103,5 @@ def export(
         context=plan.facts.context,
         tokenizer=None if vocabulary is None else f"{vocabulary.model}, {vocabulary.pre}",
         fallback=tuple(entry.name for entry in plan.fallback),
-        fallback_bytes=plan.fallback_bytes,
         notes=(*plan.model.notes, *(vocabulary.notes if vocabulary else ()), *events),
     )

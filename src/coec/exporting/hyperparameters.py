@@ -1,6 +1,11 @@
-"""Sizes and constants of a model, and its rotary positions, as a GGUF file describes them."""
+"""Sizes and constants of a model as a GGUF file describes them, and llama.cpp's architectures.
+
+Every cell of the table of architectures was decided by running llama.cpp on a random model and
+comparing logits (docs/FORMATS.md); a model that no architecture computes is refused.
+"""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +87,11 @@ class Hyperparameters:
             ModelError: it computes something that no GGUF file can describe.
             OptionError: the context is longer than the model's own.
         """
+        if model.architecture.model_type not in TARGETS:
+            raise ModelError(
+                f"coec export does not write model type '{model.architecture.model_type}'; it "
+                f"writes {', '.join(TARGETS)}"
+            )
         config: Any = model.skeleton().config
         if config.hidden_act not in ("silu", "swish"):
             raise ModelError(f"hidden_act is '{config.hidden_act}': llama.cpp computes silu here")
@@ -106,10 +116,10 @@ def _check_context(model: Dense, config: Any, context: int | None) -> None:
 
     llama.cpp attends to all tokens, which is the same up to the length of a sliding window.
     """
-    if context is not None and context > model.positions:
+    if context is not None and not 1 <= context <= model.positions:
         raise OptionError(
-            f"context must be at most the model's max_position_embeddings, {model.positions}; "
-            f"got {context}"
+            f"context must be between 1 and the model's max_position_embeddings, "
+            f"{model.positions}, got {context}"
         )
     # A window counts where some layer has one, as its class reads the configuration.
     window = None
@@ -198,3 +208,66 @@ def _factors(frequencies: torch.Tensor, base: float) -> tuple[float, ...]:
     # As transformers computes them, in float32: equal frequencies must give a factor of exactly 1.
     plain = 1.0 / base ** (steps / (2 * len(frequencies)))
     return tuple((plain / frequencies.float()).tolist())
+
+
+@dataclass(frozen=True)
+class ExportTarget:
+    """An architecture of llama.cpp.
+
+    Attributes:
+        interleaved: True where it turns neighbouring rows of queries and keys, while transformers
+            turns a row and the one half a head further on: the rows are then stored in its order.
+        biases: projections that may have one.
+        factors: True where it reads a factor for every rotary frequency.
+        multipliers: True where it multiplies embeddings, attention, residuals and logits.
+        by_block: True where every block may have widths of its own.
+    """
+
+    name: str
+    interleaved: bool
+    biases: frozenset[str]
+    factors: bool = False
+    multipliers: bool = False
+    by_block: bool = False
+
+    def refusal(self, model: Hyperparameters, tensors: Iterable[str]) -> str | None:
+        """Reason why it does not compute a model of these tensors; None where it does."""
+        if not (model.uniform or self.by_block):
+            return "its blocks are all of one width"
+        if model.multipliers and not self.multipliers:
+            return f"it has no {', '.join(model.multipliers)}"
+        if model.rotary.scaling == FACTORS and not self.factors:
+            return "it reads no factors of rotary frequencies (rope_type llama3)"
+        for name in tensors:
+            module, _, suffix = name.rpartition(".")
+            if suffix == "bias" and module.rpartition(".")[2] not in self.biases:
+                return f"it has no {name}"
+        return None
+
+
+_ALL = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+_LLAMA = ExportTarget("llama", interleaved=True, biases=_ALL, factors=True)
+_GRANITE = ExportTarget("granite", interleaved=True, biases=_ALL, factors=True, multipliers=True)
+_DECI = ExportTarget("deci", interleaved=True, biases=_ALL, factors=True, by_block=True)
+_QWEN3 = ExportTarget("qwen3", interleaved=False, biases=frozenset())
+
+TARGETS: dict[str, tuple[ExportTarget, ...]] = {
+    "llama": (_LLAMA, _DECI),
+    "mistral": (_LLAMA, _DECI),
+    "qwen2": (_LLAMA, _DECI),  # llama.cpp's own qwen2 takes heads for as wide as the hidden states
+    "qwen3": (_QWEN3,),  # the only one with norms of queries and keys
+    "granite": (_LLAMA, _GRANITE, _DECI),  # a pruned Llama with biases is stored as Granite
+    "seed_oss": (_LLAMA, _DECI),  # llama.cpp's own has no biases but those of q, k and v
+}
+"""Architectures that may hold a model type; the first that does is taken."""
+
+
+def choose_target(model: Description, facts: Hyperparameters) -> ExportTarget:
+    """Return llama.cpp's first architecture that computes the model; ModelError if none does."""
+    refusals: list[str] = []
+    for target in TARGETS[model.architecture.model_type]:
+        refusal = target.refusal(facts, model.shapes)
+        if refusal is None:
+            return target
+        refusals.append(f"not {target.name}: {refusal}")
+    raise ModelError(f"no architecture of llama.cpp computes this model ({'; '.join(refusals)})")

@@ -11,12 +11,7 @@ from typing import Any
 from gguf import GGUFWriter, TokenType
 
 from coec.errors import ModelError
-from coec.exporting.vocabulary import (
-    UnknownTokenizerError,
-    Vocabulary,
-    read_bytes,
-    read_pieces,
-)
+from coec.exporting.vocabulary import UnknownTokenizerError, Vocabulary, read_bytes, read_pieces
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_classes
@@ -136,14 +131,12 @@ def _tokens(
 
 def _added(tokenizer: Any) -> tuple[bool, bool]:
     """Tell if a text gets the start, and if it gets the end."""
-    # What an empty text becomes is what is added to any text.
+    # The ids of an empty text are added to any text.
     ids = list(tokenizer("", add_special_tokens=True)["input_ids"])
-    start, end = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    choices = {(False, False): [], (True, False): start, (False, True): end,
-               (True, True): start + end}  # fmt: skip
-    for added, expected in choices.items():
-        if ids == expected and None not in expected:
-            return added
+    starts = ids[:1] == [tokenizer.bos_token_id]
+    ends = ids[starts:][-1:] == [tokenizer.eos_token_id]
+    if len(ids) == starts + ends:
+        return starts, ends
     raise UnknownTokenizerError(f"it adds the ids {ids} to a text")
 
 

@@ -23,7 +23,7 @@ from coec.sizes import (
     tokens_per_batch,
     window_bytes,
 )
-from coec.text.sources import Documents, mixture
+from coec.text.sources import mixture
 from coec.text.tokens import LONG_TEXT, TOKEN_SUFFIXES
 
 OVER = 1.2
@@ -206,9 +206,9 @@ def _training(plan: Plan) -> int:
 
 def _text_bytes(source: Any) -> int:
     """Estimate the memory that reading one source takes; sources of a mixture are read in turn."""
-    if isinstance(source, Documents):
-        return _CHARACTER_BYTES * LONG_TEXT
-    if not isinstance(source, str | Path) or source == "self":
+    if not isinstance(source, str):  # token ids, or documents
+        return 0 if hasattr(source, "shape") else _CHARACTER_BYTES * LONG_TEXT
+    if source == "self":
         return 0
     path = Path(source)
     if path.suffix in TOKEN_SUFFIXES:

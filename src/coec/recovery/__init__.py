@@ -144,14 +144,14 @@ def settings_like(recipe: Recipe, tokens: int | str) -> JsonDict:
 
 def _recovered(job: Job, pieces: Journal | None, progress: Progress | None) -> Report:
     """Train, and put the result in place."""
-    from coec.recovery.session import agree, train  # needs accelerate
+    from coec.recovery.session import Session, agree  # needs accelerate
 
     _ = job.processes  # `agree` takes them as they were begun
     if agree(pieces is not None and pieces.finished):
         return replace(Report.read(job.out), model=job.dense.name)
     # The Trainer seeds the global generator: the caller's is left as it was.
     with torch.random.fork_rng():
-        account = train(job, pieces, progress)
+        account = Session(job, pieces, progress).train()
     report = replace(
         job.report, model=job.dense.name, out=str(job.out),
         recoveries=[*job.report.recoveries, account],

@@ -30,6 +30,7 @@ from coec.checkpoint.folder import free_space, sync, writing
 from coec.checkpoint.journal import Journal
 from coec.events import Progress, record
 from coec.models.files import JsonDict, digests_in, write_tensors
+from coec.recovery.job import Job
 from coec.recovery.text import Examples, TopTokens
 from coec.sizes import LOGITS_PER_PASS
 
@@ -171,69 +172,49 @@ def divergence(student: Any, teacher: PreTrainedModel | None, examples: Examples
 
 
 class Distillation(Trainer):
-    """A Trainer whose loss is the distance from a teacher, and which saves states under the names
-    of the model that runs: a checkpoint's own names would not be read back.
+    """A Trainer whose loss is the distance from a teacher.
+
+    Saved states have the names of the model in memory: a checkpoint's own names would not be read
+    back. Products are narrowed here: the Trainer's own setting would return every token's logits in
+    float32.
 
     Args:
-        teacher: predicts the windows; None where the examples hold its predictions.
-        cross_entropy: as in `distillation_loss`.
-        narrow: True where weights are float32 and products bfloat16. The Trainer's own setting
-            would hand over every token's logits in float32.
-        out: the folder that is made, for errors of the disk.
-        options: what `Trainer` takes.
+        job: what is trained.
+        teacher: predicts the windows; None if the examples hold its predictions.
+        options: as in `Trainer`.
     """
 
-    def __init__(
-        self,
-        *,
-        teacher: PreTrainedModel | None,
-        cross_entropy: float,
-        narrow: bool,
-        out: Path,
-        **options: Any,
-    ) -> None:
+    def __init__(self, job: Job, teacher: PreTrainedModel | None, **options: Any) -> None:
         super().__init__(**options)
-        # Progress goes through the callback that the caller gave.
-        self.remove_callback(PrinterCallback)
-        self._teacher, self._cross_entropy, self._out = teacher, cross_entropy, out
-        self._narrow = narrow
+        self.remove_callback(PrinterCallback)  # progress goes through the caller's callback
+        self._job, self._teacher = job, teacher
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the mean loss of some windows; for validation windows the divergence alone."""
-        share = self._cross_entropy if model.training else 0.0
+        share = self._job.recovery.cross_entropy if model.training else 0.0
         loss, outputs = loss_of(
-            model, self._teacher, inputs, narrow=self._narrow, cross_entropy=share
+            model, self._teacher, inputs, narrow=self._job.narrow, cross_entropy=share
         )
         return (loss, outputs) if return_outputs else loss
 
-    def prediction_step(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: Any = None,
-    ) -> tuple[Tensor, None, None]:
-        """Loss of some validation windows; their logits go nowhere."""
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *unused: Any, **more: Any) -> Any:
+        """Return the loss of some validation windows, without their logits."""
         prepared = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, prepared), None, None
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save a state; raises OutputError where the disk refuses."""
-        with writing(self._out):
+        """Save a state; raises OutputError if the disk refuses."""
+        with writing(self._job.out):
             try:
                 super()._save_checkpoint(*args, **kwargs)
             except RuntimeError as error:
-                # torch's writer raises no OSError: the reason is found by the room on the disk.
+                # torch's writer raises no OSError: the free space of the disk tells the reason.
                 if _WRITER not in str(error):
                     raise
-                full = free_space(self._out) < _FULL
+                full = free_space(self._job.out) < _FULL
                 reason = os.strerror(errno.ENOSPC) if full else str(error)[:200]
                 raise OSError(reason) from error
 
@@ -268,7 +249,7 @@ class TrainingMonitor(TrainerCallback):
     """
 
     def __init__(
-        self, pieces: Journal | None, tokens_per_step: int, start: float, progress: Progress | None
+        self, pieces: Journal | None, tokens_per_step: int, start: float, progress: Progress
     ) -> None:
         self._pieces, self._tokens, self._progress = pieces, tokens_per_step, progress
         self._most = max(2 * start, start + 1)
@@ -277,9 +258,8 @@ class TrainingMonitor(TrainerCallback):
         """Show how many tokens are done; look at the last state and save it in any case."""
         if state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
-        if self._progress:
-            steps = state.global_step, state.max_steps
-            self._progress("training on tokens", *(count * self._tokens for count in steps))
+        steps = state.global_step, state.max_steps
+        self._progress("training on tokens", *(count * self._tokens for count in steps))
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -328,22 +308,19 @@ def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
         saved: digests of the files of every state that was on the disk, by step.
     """
     # States in the journal → those whose files are as they were saved → the others are removed
-    intact: dict[str, Path] = {}
+    intact: list[str] = []
     for step, digests in sorted(saved.items()):
         path = folder / f"checkpoint-{step}"
-        if not os.path.lexists(path):
-            continue  # it gave way to later ones
         if not path.is_symlink() and digests_in(path) == digests:
-            intact[str(path)] = path
-        else:
+            intact.append(str(path))
+        elif os.path.lexists(path):  # it did not just give way to later ones
             record(f"'{path}' is not what was saved: training goes on with an earlier state")
-    if folder.is_dir():
-        for path in folder.glob("checkpoint-*"):
-            if str(path) not in intact:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    for path in folder.glob("checkpoint-*"):
+        if str(path) not in intact:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     # The Trainer loads the best state in the end: a state whose best one is lost is of no use.
-    for name, path in reversed(intact.items()):
-        state = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    for name in reversed(intact):
+        state = json.loads(Path(name, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
         if state["best_model_checkpoint"] in (None, *intact):
             return name
     return None

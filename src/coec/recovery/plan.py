@@ -52,7 +52,6 @@ class Footprint:
     Attributes:
         recovery: the settings, `checkpointing` decided.
         memory: bytes on the device that computes at its fullest moment, by purpose.
-        host: bytes on the host, where that is another.
         disk: bytes of unfinished work.
         operations: floating-point operations of all tokens; 0 where minutes are the budget.
         dtype: of the forward passes.
@@ -60,7 +59,6 @@ class Footprint:
 
     recovery: Recovery
     memory: dict[str, int]
-    host: int
     disk: int
     operations: float
     dtype: torch.dtype
@@ -121,24 +119,23 @@ def footprints(
     before, after = Description.read(dense), Description.read(pruned)
     seq_len = window_length(before, after, recovery)
     # As asked, with moments of a byte, with additions, with a stored teacher
-    changes: list[dict[str, Any]] = [{}]
-    if recovery.minutes is None and recovery.lora is None and shards() == 1:
-        changes.append({"optimizer": "adamw-8bit", "teacher": "stored"})
-    additions = {"lora": recovery.lora or USUAL_RANK}
-    changes.append(additions)
+    additions, stored = {"lora": recovery.lora or USUAL_RANK}, {"teacher": "stored"}
+    changes: list[dict[str, Any]] = [{}, additions]
     if recovery.minutes is None:
-        changes.append(additions | {"teacher": "stored"})
-    ways: list[Footprint] = []
+        changes.append(additions | stored)
+        if recovery.lora is None and shards() == 1:
+            changes.insert(1, {"optimizer": "adamw-8bit"} | stored)
+    ways: dict[str, Footprint] = {}
     for change in changes:
         way = recovery.model_copy(update=change)
-        keeping = way.model_copy(update={"checkpointing": bool(way.checkpointing)})
-        estimate = _estimate(before, after, keeping, seq_len, device)
-        if way.checkpointing is None and free is not None and estimate.bytes > _ROOM * free:
-            recomputing = way.model_copy(update={"checkpointing": True})
-            estimate = _estimate(before, after, recomputing, seq_len, device)
-        if estimate.flags not in {other.flags for other in ways}:
-            ways.append(estimate)
-    return ways
+        decided = [way] if way.checkpointing is not None else [
+            way.model_copy(update={"checkpointing": again}) for again in (False, True)
+        ]  # fmt: skip
+        first, *again = (_estimate(before, after, way, seq_len, device) for way in decided)
+        if again and free is not None and first.bytes > _ROOM * free:
+            first = again[0]
+        ways.setdefault(first.flags, first)
+    return list(ways.values())
 
 
 def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> Footprint:
@@ -161,69 +158,57 @@ def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> F
     fitting = [way for way in smaller if way.bytes <= free and way.bytes < chosen.bytes]
     advice = "shorter windows (seq_len=N), or a GPU with more memory"
     if fitting:
-        needed = " or ".join(f"{way.flags} ({_gigabytes(way.bytes)})" for way in fitting)
-        advice = f"what fits is {needed}"
+        advice = " or ".join(f"{way.flags} ({way.bytes / 1e9:.1f} GB)" for way in fitting)
     raise OptionError(
-        f"training {chosen.flags} needs about {_gigabytes(chosen.bytes)}, "
-        f"{_gigabytes(free)} are free: {advice}"
+        f"training {chosen.flags} needs about {chosen.bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are "
+        f"free: take {advice}"
     )
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def _estimate(
     dense: Description, pruned: Description, recovery: Recovery, seq_len: int, device: torch.device
 ) -> Footprint:
-    # Numbers that are trained → weights and activations of a step → what the disk holds meanwhile
-    on_host = device.type == "cpu"
-    narrow = pass_dtype(pruned, recovery, device).itemsize == 2
-    compute = 2 if narrow else 4
-    teacher_dtype = pass_dtype(dense, recovery, device)
+    # Numbers that are trained → weights and activations of a step → content of the disk
+    on_host, stored, processes = device.type == "cpu", recovery.teacher == "stored", shards()
+    compute = 2 if pass_dtype(pruned, recovery, device).itemsize == 2 else 4
+    teacher_compute = pass_dtype(dense, recovery, device).itemsize
     batch = recovery.windows_per_step(seq_len, recovery.tokens)
-    at_once = min(batch, windows_per_pass(dense, seq_len, device))
-    tokens, vocabulary = at_once * seq_len, dense.vocabulary
+    tokens = min(batch, windows_per_pass(dense, seq_len, device)) * seq_len
     trained = pruned.parameters if recovery.lora is None else _added(pruned, recovery.lora)
     moments = _MOMENTS[recovery.optimizer]
     weights = (_TRAINED + moments) * trained
-    if recovery.lora is not None or narrow:
+    if recovery.lora is not None or compute == 2:
         weights += pruned.parameters * compute
-    processes = shards()
     if processes > 1:
-        # Each has its part of everything, and what is gathered of two blocks and the embeddings.
+        # Each has its part of everything, and gathers two blocks and the embeddings.
         weights = weights // processes + 4 * _gathered(pruned)
-    stored = recovery.teacher == "stored"
+    program, teacher = resident_bytes() if on_host else 0, dense.parameters * teacher_compute
+    beside = 0 if stored else teacher
     # Logits and their derivatives, and the teacher's
-    logits = (2 * compute + (0 if stored else teacher_dtype.itemsize)) * vocabulary
-    program, teacher = resident_bytes() if on_host else 0, dense.parameters * teacher_dtype.itemsize
+    logits = (2 * compute + (0 if stored else teacher_compute)) * dense.vocabulary
+    pieces = 3 * 4 * min(LOGITS_PER_PASS, tokens * dense.vocabulary)
+    window = seq_len * dense.vocabulary * (2 * 4 + teacher_compute)
     training = {
-        "program": program,
-        "student": weights,
-        "teacher": 0 if stored else teacher,
+        "program": program, "student": weights, "teacher": beside,
         "activations": tokens * _active(pruned, compute, recovery),
-        "logits": tokens * logits + 3 * 4 * min(LOGITS_PER_PASS, tokens * vocabulary),
-    }
-    window = seq_len * vocabulary * (2 * 4 + teacher_dtype.itemsize)
+        "logits": tokens * logits + pieces,
+    }  # fmt: skip
     # One process has the whole teacher while it stores predictions, and the whole pruned model
-    # while it validates, whatever is divided meanwhile.
+    # while it validates, also if weights are divided during training.
     storing = {"program": program, "teacher": teacher, "logits": window} if stored else {}
     validating = {
-        "program": program, "student": pruned.parameters * compute,
-        "teacher": 0 if stored else teacher, "logits": window,
+        "program": program, "student": pruned.parameters * compute, "teacher": beside,
+        "logits": window,
     }  # fmt: skip
-    memory = max(training, storing, validating, key=lambda sizes: sum(sizes.values()))
     count = windows_needed(recovery.tokens or 0, seq_len)
-    predictions = 6 * TOP * count * seq_len if stored else 0
+    text = (4 + (6 * TOP if stored else 0)) * count * seq_len
     state = (_STATE + moments) * trained
     result = pruned.parameters * stored_dtype(pruned.config).itemsize
-    # The first process gathers weights and moments to save them; each begins with all weights.
-    copies = max(2, processes)
     return Footprint(
-        recovery, memory, 0 if on_host else resident_bytes() + 4 * copies * pruned.parameters,
-        4 * count * seq_len + predictions + KEPT_STATES * state + max(state, result),
+        recovery, max(training, storing, validating, key=lambda sizes: sum(sizes.values())),
+        text + KEPT_STATES * state + max(state, result),
         (recovery.tokens or 0) * _token_operations(dense, pruned, recovery),
-        torch.bfloat16 if narrow else torch.float32,
+        torch.bfloat16 if compute == 2 else torch.float32,
     )  # fmt: skip
 
 

@@ -109,191 +109,254 @@ class Schedule:
         return replace(self, steps=steps, every=steps) if 30 * steps <= self.steps else None
 
 
-def train(job: Job, pieces: Journal | None, progress: Progress | None) -> JsonDict:
-    """Train, put everything but the report into the journal, and return the account of it."""
-    began, processes = time.perf_counter(), job.processes.num_processes
-    tokens, teacher = _prepared(job, pieces, progress)
-    gc.collect()  # a teacher whose predictions were stored
-    path = _text_file(job)
-    ids = texts.load_windows(path)
-    calibrated = frozenset(job.report.calibration.get("window_digests", ()))
-    stored = [] if teacher is not None else _prediction_files(job.partial, len(ids))
-    trained, validation = (
-        Examples(path, rows, stored) for rows in texts.split(ids, job.recovery.seed, calibrated)
-    )
-    # Tokens and windows → steps → divergence of the start, which the rate depends on
-    read = min(tokens, texts.most_tokens(len(trained), job.seq_len))
-    batch = job.recovery.windows_per_step(job.seq_len, read)
-    schedule = Schedule.of(read, job.seq_len, batch, job.at_once, processes)
-    resumed = pieces is not None and "start" in pieces
-    if pieces is not None and not resumed:
-        pieces.note("start", kl=divergence(job.network(), teacher, validation))
-    before = float(agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
-    examples = trained, validation
-    tried = _tried_rates(job, pieces, schedule, before, teacher, examples, progress)
-    rate = min(tried, key=lambda rate: tried[rate]) if tried else job.rate(before, schedule.batch)
-    step_tokens = schedule.batch * job.seq_len
-    monitor = TrainingMonitor(pieces, step_tokens, before, progress)
-    trainer = trainer_of(job, schedule, rate, teacher, examples, monitor)
-    # Train from the last sound state → best state on the validation windows
-    saved = {} if pieces is None else dict(pieces.every("saved"))
-    last = None if pieces is None else last_state(job.partial / STATES, saved)
-    last = agree(last)
-    if progress and (last is not None or resumed):
-        steps_done = 0 if last is None else int(last.rpartition("-")[2])
-        progress(f"{RESUMING} steps", steps_done, schedule.steps)
-    trainer.train(resume_from_checkpoint=last)
-    state = trainer.accelerator.get_state_dict(trainer.model)
-    curve = curve_of(trainer, step_tokens)
-    steps = min(trainer.state.global_step, schedule.steps)
-    del trainer
-    gc.collect()
-    if pieces is None:
-        return {}
-    # The best state, merged and rounded as it would be written, must beat the start.
-    tensors, after = _validated(job, state, teacher, validation)
-    del state
-    improved = after < before
-    _write(pieces, job, tensors if improved else None)
-    return {
-        **job.recovery.record("text"),
-        "text": pieces.facts("text")["record"],
-        "tokens": steps * step_tokens,
-        "asked": tokens,
-        "passes": steps * schedule.batch / len(trained),
-        "steps": steps,
-        "batch_size": schedule.batch,
-        "seq_len": job.seq_len,
-        "learning_rate": rate,
-        "rates_tried": [{"learning_rate": rate, "kl": kl} for rate, kl in tried.items()],
-        "processes": processes,
-        "held_out": {
-            "windows": len(validation), "before": before, "after": after if improved else before
-        },
-        "improved": improved,
-        "curve": curve,
-        "start_sha256": job.pruned.digest,
-        "seconds": time.perf_counter() - began,
-        "environment": environment(str(job.device)),
-    }  # fmt: skip
-
-
-def trainer_of(
-    job: Job,
-    schedule: Schedule,
-    rate: float,
-    teacher: PreTrainedModel | None,
-    examples: tuple[Examples, Examples],
-    monitor: TrainingMonitor | None = None,
-) -> Distillation:
-    """Return the Trainer of a student: AdamW, warm-up, linear decay to zero, states compared.
+class Session:
+    """A training in this process.
 
     Args:
-        job, schedule: what is trained, and for how long.
-        rate: the peak learning rate.
-        teacher: as in `Distillation`.
-        examples: windows to train on, and validation windows.
-        monitor: of a training whose states are kept and compared; None keeps none.
+        job: what is trained.
+        pieces: the journal, which the first process alone has.
+        progress: called with (phase, done, total).
     """
-    kept = "no" if monitor is None else "steps"
-    # `Distillation` narrows products itself, whatever `accelerate launch` was configured for.
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    settings = TrainingArguments(
-        output_dir=str(job.partial / STATES), max_steps=schedule.steps, learning_rate=rate,
-        seed=job.recovery.seed % 2**32,  # numpy's generator takes no other
-        per_device_train_batch_size=schedule.at_once, per_device_eval_batch_size=1,
-        gradient_accumulation_steps=schedule.accumulated,
-        optim=_OPTIMIZERS[job.recovery.optimizer], adam_beta1=0.9, adam_beta2=0.99,
-        max_grad_norm=1.0, weight_decay=0.0,
-        lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
-        use_cpu=job.device.type == "cpu",
-        eval_strategy=kept, eval_steps=schedule.every, save_strategy=kept,
-        save_steps=schedule.every, save_total_limit=KEPT_STATES,
-        load_best_model_at_end=monitor is not None,
-        metric_for_best_model="eval_loss", greater_is_better=False, prediction_loss_only=True,
-        logging_steps=schedule.every, report_to="none", disable_tqdm=True,
-        remove_unused_columns=False, label_names=[],
-        dataloader_pin_memory=job.device.type == "cuda", ddp_find_unused_parameters=False,
-    )  # fmt: skip
-    setattr(settings, CHECKPOINTING, job.checkpointing)
-    # Weights that are divided among devices need not fit one of them whole.
-    home = torch.device("cpu") if shards() > 1 else job.device
-    trainer = Distillation(
-        teacher=teacher, cross_entropy=job.recovery.cross_entropy, narrow=job.narrow,
-        out=job.out, model=job.student(home), args=settings, train_dataset=examples[0],
-        eval_dataset=examples[1], callbacks=[] if monitor is None else [monitor],
-    )  # fmt: skip
-    if plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None):
-        # A state of one file: with states in parts the Trainer does not know which is the best.
-        plugin.state_dict_config = plugin.optim_state_dict_config = None
-        plugin.set_state_dict_type("FULL_STATE_DICT")
-    return trainer
 
+    def __init__(self, job: Job, pieces: Journal | None, progress: Progress | None) -> None:
+        self.job, self.pieces, self._tell = job, pieces, progress or (lambda *step: None)
+        self.text = job.partial / WORK / "text.npy"
+        self.teacher: PreTrainedModel | None = None
 
-def _tried_rates(
-    job: Job,
-    pieces: Journal | None,
-    schedule: Schedule,
-    start: float,
-    teacher: PreTrainedModel | None,
-    examples: tuple[Examples, Examples],
-    progress: Progress | None,
-) -> dict[float, float]:
-    """Return rates around the rule's, and the validation divergence after a short training.
+    def train(self) -> JsonDict:
+        """Train, put everything but the report into the journal, and return the account of it."""
+        job, pieces, began = self.job, self.pieces, time.perf_counter()
+        tokens = agree(self._prepare())
+        gc.collect()  # a teacher whose predictions were stored
+        trained, validation = self.examples = self._split()
+        # Tokens and windows → steps → divergence of the start, which the rate depends on
+        read = min(tokens, texts.most_tokens(len(trained), job.seq_len))
+        batch = job.recovery.windows_per_step(job.seq_len, read)
+        schedule = Schedule.of(read, job.seq_len, batch, job.at_once, job.processes.num_processes)
+        resumed = pieces is not None and "start" in pieces
+        if pieces is not None and not resumed:
+            pieces.note("start", kl=divergence(job.network(), self.teacher, validation))
+        before = float(agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
+        tried = self._tried_rates(schedule, job.rate(before, schedule.batch))
+        rate = min(tried, key=lambda r: tried[r]) if tried else job.rate(before, schedule.batch)
+        step_tokens = schedule.batch * job.seq_len
+        monitor = TrainingMonitor(pieces, step_tokens, before, self._tell)
+        trainer = self._trainer(schedule, rate, monitor)
+        # Train from the last sound state → best state on the validation windows
+        saved = {} if pieces is None else dict(pieces.every("saved"))
+        last = agree(None if pieces is None else last_state(job.partial / STATES, saved))
+        if last is not None or resumed:
+            done = 0 if last is None else int(last.rpartition("-")[2])
+            self._tell(f"{RESUMING} steps", done, schedule.steps)
+        trainer.train(resume_from_checkpoint=last)
+        state = trainer.accelerator.get_state_dict(trainer.model)
+        curve, steps = curve_of(trainer, step_tokens), trainer.state.global_step
+        del trainer
+        gc.collect()
+        if pieces is None:
+            return {}
+        # The best state, merged and rounded as it would be written, must beat the start.
+        tensors, after = self._validated(state)
+        del state
+        improved, steps = after < before, min(steps, schedule.steps)
+        self._write(pieces, tensors if improved else None)
+        kl = {"windows": len(validation), "before": before, "after": after if improved else before}
+        return {
+            **job.recovery.record("text"),
+            "text": pieces.facts("text")["record"], "asked": tokens, "tokens": steps * step_tokens,
+            "passes": steps * schedule.batch / len(trained), "steps": steps,
+            "batch_size": schedule.batch, "seq_len": job.seq_len, "learning_rate": rate,
+            "rates_tried": [{"learning_rate": rate, "kl": kl} for rate, kl in tried.items()],
+            "processes": job.processes.num_processes, "held_out": kl, "improved": improved,
+            "curve": curve, "start_sha256": job.pruned.digest,
+            "seconds": time.perf_counter() - began, "environment": environment(str(job.device)),
+        }  # fmt: skip
 
-    None are tried if the user gave a rate, or the budget is too small for it to pay.
-    """
-    short = schedule.shortened()
-    if job.recovery.learning_rate is not None or short is None:
-        return {}
-    known = pieces.facts("rates")["tried"] if pieces is not None and "rates" in pieces else None
-    known = agree(known)
-    if known is None:
-        known = []
-        for number, factor in enumerate(_RATES):
-            if progress:
-                progress("trying learning rates", number, len(_RATES))
-            rate = factor * job.rate(start, schedule.batch)
-            trainer = trainer_of(job, short, rate, teacher, examples)
-            trainer.train()
-            kl = trainer.evaluate()["eval_loss"]
-            if math.isfinite(kl):  # a rate that diverges is left out
-                known.append((rate, kl))
-            del trainer
-            gc.collect()
-        if pieces is not None:
-            pieces.note("rates", tried=known)
-    return dict(known)
+    def _prepare(self) -> int:
+        """Return the tokens to train on, with the text, and the teacher or its predictions, made.
 
-
-def _prepared(
-    job: Job, pieces: Journal | None, progress: Progress | None
-) -> tuple[int, PreTrainedModel | None]:
-    """Return the tokens to train on, and the teacher, unless its predictions were stored.
-
-    The first process writes the text and the predictions. The others wait for its answer here: the
-    files that they read next exist by then.
-    """
-    stored, tokens = job.recovery.teacher == "stored", 0
-    teacher = None if stored and pieces is None else job.teacher()
-    if pieces is not None and teacher is not None:
-        tokens = _budget(job, pieces, teacher)
-        _put_text(job, pieces, tokens, teacher, progress)
+        The first process writes them; the others read the files after its answer.
+        """
+        stored, tokens = self.job.recovery.teacher == "stored", 0
+        if self.pieces is None:
+            self.teacher = None if stored else self.job.teacher()
+            return tokens
+        self.teacher = self.job.teacher()
+        tokens = self._budget(self.pieces, self.teacher)
+        if "text" not in self.pieces:
+            self._put_text(
+                self.pieces, self.teacher, texts.windows_needed(tokens, self.job.seq_len)
+            )
         if stored:
-            _put_predictions(pieces, texts.load_windows(_text_file(job)), teacher, progress)
-    return agree(tokens), None if stored else teacher
+            self._put_predictions(self.pieces, self.teacher)
+            self.teacher = None
+        return tokens
 
+    def _budget(self, pieces: Journal, teacher: PreTrainedModel) -> int:
+        """Return the tokens to train on: as asked, or as many as the minutes are enough for."""
+        job = self.job
+        if job.recovery.tokens is not None:
+            return job.recovery.tokens
+        if "budget" not in pieces:
+            at_once = min(job.at_once, job.recovery.windows_per_step(job.seq_len, None))
+            speed = job.processes.num_processes * tokens_per_second(job, teacher, at_once)
+            tokens = max(1, int(60 * speed * (job.recovery.minutes or 0.0)))
+            pieces.note("budget", tokens=tokens)
+        return int(pieces.facts("budget")["tokens"])
 
-def _budget(job: Job, pieces: Journal, teacher: PreTrainedModel) -> int:
-    """Return the tokens to train on: as asked, or as many as the minutes are enough for."""
-    if job.recovery.tokens is not None:
-        return job.recovery.tokens
-    if "budget" not in pieces:
-        at_once = min(job.at_once, job.recovery.windows_per_step(job.seq_len, None))
-        speed = job.processes.num_processes * tokens_per_second(job, teacher, at_once)
-        minutes = job.recovery.minutes or 0.0
-        pieces.note("budget", tokens=max(1, int(60 * speed * minutes)))
-    return int(pieces.facts("budget")["tokens"])
+    def _put_text(self, pieces: Journal, teacher: PreTrainedModel, count: int) -> None:
+        """Put the windows of the text into the journal; the model's own text group by group."""
+        job = self.job
+        if not job.recovery.own:
+            windows = texts.read_windows(
+                job.dense, job.recovery, job.seq_len, count, trust_remote_code=job.trust,
+                progress=self._tell,
+            )  # fmt: skip
+            ids, source, sha256 = windows.ids, windows.source, windows.text_sha256
+        else:
+            groups = []
+            for number, first in enumerate(range(0, count, texts.GROUP)):
+                name, size = f"text {number}", min(texts.GROUP, count - first)
+                if name not in pieces:
+                    path = pieces.work / f"text-{number:05}.npy"
+                    written = self._written(teacher, number, size)
+                    pieces.put(name, path, partial(texts.save_windows, written))
+                groups.append(texts.load_windows(pieces.path(name)))
+                self._tell("writing text", first + size, count)
+            ids, source, sha256 = torch.cat(groups), "self", ""
+        origin = {"source": source, "windows": len(ids), "text_sha256": sha256}
+        pieces.put("text", self.text, partial(texts.save_windows, ids), record=origin)
+
+    def _written(self, teacher: PreTrainedModel, group: int, size: int) -> Tensor:
+        """Let the dense model write a group of windows; every group has a seed of its own."""
+        job = self.job
+        return sample_from_model(
+            teacher, load_tokenizer(job.dense.folder, trust_remote_code=job.trust), samples=size,
+            seq_len=job.seq_len, seed=nth_seed(job.recovery.seed, group + 1),
+            at_once=windows_that_fit(job.dense, teacher, job.seq_len),
+        ).ids  # fmt: skip
+
+    def _prediction_files(self, windows: int) -> list[Path]:
+        """Return the files of the teacher's predictions, one for each group of windows."""
+        numbers = range(math.ceil(windows / texts.GROUP))
+        return [self.text.with_name(f"teacher-{number:05}.safetensors") for number in numbers]
+
+    def _put_predictions(self, pieces: Journal, teacher: PreTrainedModel) -> None:
+        """Put the teacher's predictions into the journal."""
+        ids, done = texts.load_windows(self.text), 0
+        files = self._prediction_files(len(ids))
+        for number, (path, group) in enumerate(zip(files, ids.split(texts.GROUP), strict=True)):
+            if f"teacher {number}" not in pieces:
+                write = partial(texts.save_predictions, teacher, group)
+                pieces.put(f"teacher {number}", path, write)
+            done += len(group)
+            self._tell("storing predictions", done, len(ids))
+
+    def _split(self) -> tuple[Examples, Examples]:
+        """Return the windows to train on, and those for validation."""
+        ids = texts.load_windows(self.text)
+        calibrated = frozenset(self.job.report.calibration.get("window_digests", ()))
+        stored = [] if self.teacher is not None else self._prediction_files(len(ids))
+        trained, validation = texts.split(ids, self.job.recovery.seed, calibrated)
+        return Examples(self.text, trained, stored), Examples(self.text, validation, stored)
+
+    def _tried_rates(self, schedule: Schedule, rule: float) -> dict[float, float]:
+        """Return rates around the rule's, and the validation divergence after a short training.
+
+        None are tried if the user gave a rate, or the budget is too small for it to pay.
+        """
+        pieces, short = self.pieces, schedule.shortened()
+        if self.job.recovery.learning_rate is not None or short is None:
+            return {}
+        known = pieces.facts("rates")["tried"] if pieces is not None and "rates" in pieces else None
+        known = agree(known)
+        if known is None:
+            known = []
+            for number, factor in enumerate(_RATES):
+                self._tell("trying learning rates", number, len(_RATES))
+                trainer = self._trainer(short, factor * rule)
+                trainer.train()
+                kl = trainer.evaluate()["eval_loss"]
+                if math.isfinite(kl):  # a rate that diverges is left out
+                    known.append((factor * rule, kl))
+                del trainer
+                gc.collect()
+            if pieces is not None:
+                pieces.note("rates", tried=known)
+        return dict(known)
+
+    def _trainer(
+        self, schedule: Schedule, rate: float, monitor: TrainingMonitor | None = None
+    ) -> Distillation:
+        """Return the Trainer of a student: AdamW, warm-up, linear decay to zero, states compared.
+
+        Without a monitor, no state is kept.
+        """
+        job, kept = self.job, "no" if monitor is None else "steps"
+        # `Distillation` narrows products itself, whatever `accelerate launch` was configured for.
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        settings = TrainingArguments(
+            output_dir=str(job.partial / STATES), max_steps=schedule.steps, learning_rate=rate,
+            seed=job.recovery.seed % 2**32,  # numpy's generator takes no other
+            per_device_train_batch_size=schedule.at_once, per_device_eval_batch_size=1,
+            gradient_accumulation_steps=schedule.accumulated,
+            optim=_OPTIMIZERS[job.recovery.optimizer], adam_beta1=0.9, adam_beta2=0.99,
+            max_grad_norm=1.0, weight_decay=0.0,
+            lr_scheduler_type="linear", warmup_steps=min(10, round(_WARM_UP * schedule.steps)),
+            use_cpu=job.device.type == "cpu",
+            eval_strategy=kept, eval_steps=schedule.every, save_strategy=kept,
+            save_steps=schedule.every, save_total_limit=KEPT_STATES,
+            load_best_model_at_end=monitor is not None,
+            metric_for_best_model="eval_loss", greater_is_better=False, prediction_loss_only=True,
+            logging_steps=schedule.every, report_to="none", disable_tqdm=True,
+            remove_unused_columns=False, label_names=[],
+            dataloader_pin_memory=job.device.type == "cuda", ddp_find_unused_parameters=False,
+        )  # fmt: skip
+        setattr(settings, CHECKPOINTING, job.checkpointing)
+        # Weights that are divided among devices need not fit one of them whole.
+        home = torch.device("cpu") if shards() > 1 else job.device
+        trainer = Distillation(
+            job, self.teacher, model=job.student(home), args=settings,
+            train_dataset=self.examples[0], eval_dataset=self.examples[1],
+            callbacks=[] if monitor is None else [monitor],
+        )  # fmt: skip
+        if plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None):
+            # A state of one file: with states in parts the Trainer does not know which is the best.
+            plugin.state_dict_config = plugin.optim_state_dict_config = None
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+        return trainer
+
+    def _validated(self, state: dict[str, Tensor]) -> tuple[dict[str, Tensor] | None, float]:
+        """Return a state as it would be written, and its divergence; None if it cannot be."""
+        job, validation = self.job, self.examples[1]
+        try:
+            tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
+            return tensors, divergence(job.network(tensors), self.teacher, validation)
+        except NumericalError as error:
+            record(f"the trained weights cannot be written: {error}")
+            return None, math.inf
+
+    def _write(self, pieces: Journal, tensors: dict[str, Tensor] | None) -> None:
+        """Write everything but the report, with the format and the files of the pruned model.
+
+        Its own weights are written if there are no others.
+        """
+        job, folder = self.job, pieces.new
+        for file in sorted(set(job.pruned.files.values())):
+            # File by file as the pruned model has them: its index then holds for the new weights.
+            names = [name for name, place in job.pruned.files.items() if place == file]
+            shard = {
+                name: job.pruned.tensor(name) if tensors is None else tensors[name].contiguous()
+                for name in names
+            }
+            if file not in pieces:
+                write = partial(write_tensors, shard, metadata={"format": "pt"})
+                pieces.put(file, folder / file, write)
+        for name in filter(None, (CONFIG, KEPT, INDEX, job.report.plan.get("code"))):
+            if (job.pruned.folder / name).is_file():
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(job.pruned.folder / name, folder / name)
+        carry_files(job.pruned.folder, folder)
 
 
 def tokens_per_second(job: Job, teacher: PreTrainedModel, at_once: int) -> float:
@@ -309,100 +372,3 @@ def tokens_per_second(job: Job, teacher: PreTrainedModel, at_once: int) -> float
         student.zero_grad(set_to_none=True)
     # The first batch sets things up; of the others the fastest was disturbed least.
     return at_once * job.seq_len / min(seconds[1:])
-
-
-def _text_file(job: Job) -> Path:
-    return job.partial / WORK / "text.npy"
-
-
-def _put_text(
-    job: Job, pieces: Journal, tokens: int, teacher: PreTrainedModel, progress: Progress | None
-) -> None:
-    """Put the windows of the text into the journal; the model's own text group by group."""
-    if "text" in pieces:
-        return
-    count = texts.windows_needed(tokens, job.seq_len)
-    if not job.recovery.own:
-        windows = texts.read_windows(
-            job.dense, job.recovery, job.seq_len, count, trust_remote_code=job.trust,
-            progress=progress,
-        )  # fmt: skip
-        ids, source, sha256 = windows.ids, windows.source, windows.text_sha256
-    else:
-        groups = []
-        for number, first in enumerate(range(0, count, texts.GROUP)):
-            name, size = f"text {number}", min(texts.GROUP, count - first)
-            if name not in pieces:
-                path = pieces.work / f"text-{number:05}.npy"
-                write = partial(texts.save_windows, _written_group(job, teacher, number, size))
-                pieces.put(name, path, write)
-            groups.append(texts.load_windows(pieces.path(name)))
-            if progress:
-                progress("writing text", first + size, count)
-        ids, source, sha256 = torch.cat(groups), "self", ""
-    origin = {"source": source, "windows": len(ids), "text_sha256": sha256}
-    pieces.put("text", _text_file(job), partial(texts.save_windows, ids), record=origin)
-
-
-def _written_group(job: Job, teacher: PreTrainedModel, number: int, size: int) -> Tensor:
-    """Let the dense model write a group of windows; every group has a seed of its own."""
-    return sample_from_model(
-        teacher, load_tokenizer(job.dense.folder, trust_remote_code=job.trust), samples=size,
-        seq_len=job.seq_len, seed=nth_seed(job.recovery.seed, number + 1),
-        at_once=windows_that_fit(job.dense, teacher, job.seq_len),
-    ).ids  # fmt: skip
-
-
-def _prediction_files(folder: Path, windows: int) -> list[Path]:
-    """Return the files of the teacher's predictions, one for each group of windows."""
-    count = math.ceil(windows / texts.GROUP)
-    return [folder / WORK / f"teacher-{number:05}.safetensors" for number in range(count)]
-
-
-def _put_predictions(
-    pieces: Journal, ids: Tensor, teacher: PreTrainedModel, progress: Progress | None
-) -> None:
-    """Put the teacher's predictions into the journal."""
-    files, done = _prediction_files(pieces.partial, len(ids)), 0
-    for number, (path, group) in enumerate(zip(files, ids.split(texts.GROUP), strict=True)):
-        if f"teacher {number}" not in pieces:
-            write = partial(texts.save_predictions, teacher, group)
-            pieces.put(f"teacher {number}", path, write)
-        done += len(group)
-        if progress:
-            progress("storing predictions", done, len(ids))
-
-
-def _validated(
-    job: Job, state: dict[str, Tensor], teacher: PreTrainedModel | None, validation: Examples
-) -> tuple[dict[str, Tensor] | None, float]:
-    """Return a state as it would be written, and its divergence; None if it cannot be written."""
-    try:
-        tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
-        return tensors, divergence(job.network(tensors), teacher, validation)
-    except NumericalError as error:
-        record(f"the trained weights cannot be written: {error}")
-        return None, math.inf
-
-
-def _write(pieces: Journal, job: Job, tensors: dict[str, Tensor] | None) -> None:
-    """Write everything but the report, with the format and the files of the pruned model.
-
-    Its own weights are written if there are no others.
-    """
-    source, folder = job.pruned.folder, pieces.new
-    for file in sorted(set(job.pruned.files.values())):
-        # File by file as the pruned model has them: its index then holds for the new weights too.
-        names = [name for name, place in job.pruned.files.items() if place == file]
-        shard = {
-            name: job.pruned.tensor(name) if tensors is None else tensors[name].contiguous()
-            for name in names
-        }
-        if file not in pieces:
-            write = partial(write_tensors, shard, metadata={"format": "pt"})
-            pieces.put(file, folder / file, write)
-    for name in filter(None, (CONFIG, KEPT, INDEX, job.report.plan.get("code"))):
-        if (source / name).is_file():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / name, folder / name)
-    carry_files(source, folder)

@@ -27,7 +27,7 @@ from coec.sizes import first_windows
 from coec.streams.head import Head
 from coec.streams.layers import Layers
 from coec.streams.self_text import sample_from_model, windows_that_fit
-from coec.text.tokens import Extent, Stream, load_tokenizer
+from coec.text.tokens import Extent, Stream, load_tokenizer, source_of
 from coec.text.windows import (
     CHOICE,
     DEFAULT_SEQ_LEN,
@@ -62,12 +62,14 @@ class CalibrationText:
     Attributes:
         dense: the model, whose tokenizer reads it.
         recipe: says which text, and how many windows.
+        source: the text, as it is read.
         drawn: windows without the tokenizer's start or with it, or both; none if the model writes.
         start: number of tokens of the start.
     """
 
     dense: Dense
     recipe: Recipe
+    source: Any
     drawn: list[Windows]
     start: int = 0
 
@@ -80,10 +82,11 @@ class CalibrationText:
         """
         validation_count(recipe.samples, recipe.holdout)
         seq_len = resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN)
-        sources = shares(recipe.calibration, recipe.samples)
-        if recipe.calibration == "self":
+        text = source_of(recipe.calibration, recipe.text_column)
+        sources = shares(text, recipe.samples)
+        if isinstance(text, str) and text == "self":
             load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
-            return cls(dense, recipe, [])
+            return cls(dense, recipe, text, [])
         streams = [
             text_stream(
                 dense, source, recipe.text_column, Extent(CHOICE * samples * seq_len),
@@ -95,7 +98,7 @@ class CalibrationText:
         start = min(len(stream.start) for stream in streams)
         if recipe.bos == "on" and not start:
             raise CalibrationError(
-                f"bos=on has no effect on '{recipe.calibration}': token ids are taken as they are, "
+                f"bos=on has no effect on '{text}': token ids are taken as they are, "
                 "and to other text this tokenizer may add no start; leave bos out"
             )
         ways = [recipe.bos == "on"]
@@ -103,13 +106,13 @@ class CalibrationText:
             ways = [False, True]
         counts = [samples for _, samples in sources]
         drawn = [_drawn(streams, counts, recipe, seq_len, bos=bos) for bos in ways]
-        return cls(dense, recipe, drawn, len(streams[0].start))
+        return cls(dense, recipe, text, drawn, len(streams[0].start))
 
     @property
     def identity(self) -> JsonDict:
         """What the windows depend on, JSON-ready; texts by digests of their content."""
         return {
-            "calibration": source_digest(self.recipe.calibration),
+            "calibration": source_digest(self.source),
             "tokenizer": tokenizer_digest(self.dense.folder),
         }
 
@@ -173,7 +176,7 @@ def _drawn(
         )
         for number, (stream, samples) in enumerate(zip(streams, counts, strict=True))
     ]  # fmt: skip
-    return mixed(drawn, str(recipe.calibration))
+    return mixed(drawn, drawn[0].source if len(drawn) == 1 else str(recipe.calibration))
 
 
 @torch.no_grad()
