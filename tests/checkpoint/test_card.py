@@ -93,9 +93,7 @@ def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path,
 
 
 def test_the_card_says_preset_and_reconstruction(here, tmp_path):
-    coec.prune(
-        "dense", tmp_path / "out", **FEW, preset="balanced", reconstruct=1
-    )
+    coec.prune("dense", tmp_path / "out", **FEW, preset="balanced", reconstruct=1)
     card = card_of(tmp_path / "out")
     assert "- preset: balanced" in card
     assert "--reconstruct 1" in card

@@ -294,7 +294,7 @@ def test_nobody_else_may_read_what_travels_who_could_not_before(mode, copied, tm
      ("hub/models--a--b/blobs/0a1b", True), ("hub/blobs/0a1b", False)],
 )  # fmt: skip
 def test_a_link_out_of_the_model_is_not_followed_to_what_is_not_of_a_model(
-    target, travels, original, model, tmp_path
+    target, travels, original, model, tokens, tmp_path
 ):
     """But to the hub's blobs, and to a file of that name: models are folders of links, too."""
     (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
@@ -308,7 +308,7 @@ def test_a_link_out_of_the_model_is_not_followed_to_what_is_not_of_a_model(
         assert not (copy / "LICENSE").is_symlink()
         return
     with pytest.raises(ModelError, match="LICENSE' is a link to '.*', which would be copied"):
-        coec.prune(model, tmp_path / "out", calibration="nobody reads this", preset="paper")
+        coec.prune(model, tmp_path / "out", calibration=tokens, samples=24, seq_len=32)
     assert not (tmp_path / "out.partial").exists()
 
 

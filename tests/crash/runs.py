@@ -23,7 +23,7 @@ COMMANDS = {
     "drop blocks": ("prune", "model", "out", *HOW, "--preset", "fast", "--drop-blocks", "1"),
     "recover": ("recover", "model", "small", "out", "--text", "text.txt", "--seq-len", "48",
                 "--batch-size", "16", "--tokens", "4k"),
-    "export": ("export", "model", "out", "--dtype", "f32", "--no-tokenizer"),
+    "export": ("export", "model", "out.gguf", "--dtype", "f32", "--no-tokenizer"),
 }  # fmt: skip
 """Each makes `out`."""
 FORCED = ("replace",)
@@ -46,7 +46,8 @@ class Place:
     def __init__(self, server, root: Path, beside: Path, shared: Path, name: str) -> None:
         self._server, self.name, self.argv = server, name, COMMANDS[name]
         self.root, self.beside = root, beside
-        self.out, self.partial = self.root / "out", self.root / "out.partial"
+        made = "out.gguf" if name == "export" else "out"
+        self.out, self.partial = root / made, root / f"{made}.partial"
         (self.root / "model").symlink_to(shared / "models/stories260K")
         text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")
         for file, start in {"text.txt": 0, "other.txt": 40_000}.items():

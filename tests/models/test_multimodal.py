@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import coec
 import tiny_models as tm
 from coec import solve
+from coec.checkpoint import checkpoint
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
 from coec.types import KeptSet
@@ -184,7 +185,7 @@ def test_compensations_and_shards(preset, models, tokens, tmp_path, monkeypatch)
     settings = {**SETTINGS, "preset": preset, "calibration": tokens, "dtype": "float32"}
     settings |= {"reconstruct": 1} if preset == "balanced" else {}
     coec.prune(models["llava"], tmp_path / "one", **settings)
-    monkeypatch.setattr(write, "MAX_SHARD", 20_000)
+    monkeypatch.setattr(checkpoint, "MAX_SHARD", 20_000)
     coec.prune(models["llava"], tmp_path / "several", **settings)
     assert len(list((tmp_path / "several").glob("*.safetensors"))) > 1
     one, several = (load(tmp_path / name) for name in ("one", "several"))
@@ -213,8 +214,8 @@ def renamed(name):
     return name.replace("language_model.lm_head", "lm_head")
 
 
-def test_a_plan_needs_the_configuration_alone(models, tokens):
-    plan = coec.plan(models["gemma3"] / "config.json", sparsity=0.5, calibration=tokens)
+def test_a_plan_needs_the_configuration_alone(models):
+    plan = coec.plan(models["gemma3"] / "config.json", sparsity=0.5, preset="paper")
     assert (plan.pruned.ffn, plan.pruned.kv_heads) == (20, 2)
     assert plan.output.model_type == "gemma3_text"
 

@@ -19,6 +19,7 @@ from coec.models.fewer_blocks import renumbered, without_blocks
 from coec.planning.plan import Plan
 from coec.streams.importances import choose_blocks
 from coec.types import KeptSet
+from outcomes import WORK, raising
 from prunings import interrupt
 
 pytestmark = pytest.mark.unchecked  # whole models
@@ -189,7 +190,7 @@ def test_a_killed_run_goes_on_without_the_same_blocks(tokens, tmp_path, monkeypa
     settings |= {"drop_blocks": 2}
     coec.prune(model, tmp_path / "whole", **settings)
     interrupt(monkeypatch, coec.prune, model, tmp_path / "out", **settings)
-    monkeypatch.setattr(pruning, "choose_blocks", None)  # is not asked again
+    monkeypatch.setattr(pruning, "choose_blocks", raising(WORK))  # is not asked again
     coec.prune(model, tmp_path / "out", **settings)
     assert tm.same_weights(tmp_path / "out", tmp_path / "whole")
 
