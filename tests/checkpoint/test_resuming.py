@@ -197,7 +197,7 @@ def test_a_damaged_block_found_late_costs_only_itself(dense, text, tmp_path, mon
 
 BEGUN = {
     "prune": ({"compensation": "none"}, 2),
-    "balanced": ({"preset": "balanced", "reconstruct": 1, "samples": 8}, 1),
+    "balanced": ({"preset": "balanced", "reconstruct": 1, "samples": 8}, 2),
     "self": ({"compensation": "none", "calibration": "self", "samples": 4}, 1),
     "allocate": ({"compensation": "none", "by_block": True}, 1),
 }
