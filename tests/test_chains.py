@@ -20,7 +20,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
 WAYS = {
     "uniform": {"multiple_of": "128"},
     "by block": {
-        "multiple_of": "128", "allocation": "error", "by_block": True, "mlp_sparsity": 0.4,
+        "multiple_of": "128", "by_block": True, "sparsity": 0.4,
     },
     "odd": {"multiple_of": "1"},
 }  # fmt: skip

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from coec.settings import PRESETS
 
 import coec
 from benchmarks import real, real_documents, real_model, record
@@ -151,12 +150,3 @@ def test_documents_show_the_rows_that_are_kept() -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     real_documents.draw(real_documents.kept(), tmp_path / "real.png")
     assert (tmp_path / "real.png").read_bytes()[1:4] == b"PNG"
-
-
-def test_what_presets_say_of_their_time_is_what_was_measured() -> None:
-    rows = real_documents.kept()
-    for name, preset in PRESETS.items():
-        if (name, 0.3) not in rows:
-            continue
-        measured = rows[name, 0.3]["cpu"] / rows["fast", 0.3]["cpu"]
-        assert preset.time == pytest.approx(measured, rel=0.2)

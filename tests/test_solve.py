@@ -4,17 +4,16 @@ import json
 
 import pytest
 import torch
-from coec.pipeline.guard import TRUSTED
 from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
+from coec.methods import FEW
 from coec.models.dense import Dense
 from coec.solve import UNSEEN
 from coec.types import KeptSet
 from outcomes import succeeded
 
-FEW = "few tokens: the compensation is shrunk towards plain slicing"
 COLLECTED = {"forward_dtype": "float64", "seq_len": 2, "samples": 1, "seed": 1}
 SETTINGS = {"preset": "paper", "sparsity": 0.3, **COLLECTED}
 
@@ -62,18 +61,19 @@ def test_with_few_tokens_a_compensation_goes_so_far_from_the_slice_as_these_can_
 ):
     settings = {**SETTINGS, "calibration": tokens, "compensation": "least-squares"}
     shrunk = coec.prune(dense, tmp_path / "shrunk", **settings)
-    monkeypatch.setattr("coec.pipeline.guard.TRUSTED", 0.0001)
+    monkeypatch.setattr("coec.methods.FEW", 0.0001)
     plain = coec.prune(dense, tmp_path / "plain", **settings)
     few = 0
     for row, other in zip(shrunk.sites, plain.sites, strict=True):
         if row["site"] != "expert" or not row["tokens"]:
             continue
         few += 1
-        assert any(event.startswith(FEW) for event in row["events"])
-        assert not any(event.startswith(FEW) for event in other["events"])
+        assert any(event.startswith("few tokens") for event in row["events"])
+        assert not any(event.startswith("few tokens") for event in other["events"])
         weight, columns, written = of_expert(dense, tmp_path / "shrunk", row)
         whole = of_expert(dense, tmp_path / "plain", other)[2]
-        share = row["tokens"] / (TRUSTED * len(columns))
+        share = row["tokens"] / (FEW * len(columns))
+        assert row["followed"] == share
         expected = weight[:, columns] + share * (whole - weight[:, columns])
         torch.testing.assert_close(written, expected, rtol=0, atol=1e-12)
         assert row["error_before"] > row["error_after"] > other["error_after"]
@@ -84,32 +84,18 @@ def test_a_method_that_shrinks_of_itself_is_left(dense, tokens, tmp_path, monkey
     settings = {**SETTINGS, "calibration": tokens, "compensation": "ridge-to-slice"}
     report = coec.prune(dense, tmp_path / "one", **settings)
     events = [e for row in report.sites if row["site"] == "expert" for e in row["events"]]
-    assert not any(event.startswith(FEW) for event in events)
-    monkeypatch.setattr("coec.pipeline.guard.TRUSTED", 0.0001)
+    assert not any(event.startswith("few tokens") for event in events)
+    monkeypatch.setattr("coec.methods.FEW", 0.0001)
     coec.prune(dense, tmp_path / "other", **settings)
     assert tm.same_weights(tmp_path / "one", tmp_path / "other")
-
-
-@pytest.mark.parametrize("whole", [0, 0.25])
-def test_statistics_of_experts_serve_as_the_text_does(whole, dense, tokens, tmp_path):
-    """Some of them of no token, and also where the scores of whole experts are made of them."""
-    made = coec.collect(dense, tmp_path / "s", **COLLECTED, calibration=tokens)
-    how = {"preset": "paper", "sparsity": 0.3, "expert_sparsity": whole}
-    text = coec.prune(dense, tmp_path / "a", **how, **COLLECTED, calibration=tokens)
-    saved = coec.prune(dense, tmp_path / "b", **how, statistics=made.folder)
-    assert tm.same_weights(tmp_path / "a", tmp_path / "b")
-    for name in ("tokens", "score"):
-        assert [row.get(name) for row in text.sites] == [row.get(name) for row in saved.sites]
-    assert any("score" in row for row in saved.sites) == bool(whole)
 
 
 def test_the_command_says_what_became_of_experts(dense, tokens, tmp_path, run):
     flags = ["--sparsity", "0.3", "--samples", "2", "--seq-len", "2", "--calibration", tokens]
     dry, _ = succeeded(run("prune", dense, tmp_path / "out", *flags, "--dry-run"))
-    assert "experts keep 32 intermediate channels" in dry
+    assert "experts × 2 blocks" in dry
     made, said = succeeded(run("prune", dense, tmp_path / "out", *flags))
     assert "expert error" in made
-    assert FEW in said
-    assert "--preset best" not in made  # it is refused for these blocks
+    assert UNSEEN in said
     rows = json.loads((tmp_path / "out/coec.json").read_text())["sites"]
     assert sum(row["site"] == "expert" for row in rows) == 8

@@ -170,6 +170,7 @@ def sum_to(to: int, parts: Iterable[Any]) -> Any:
             total = part
         else:
             total.merge(part)
+        del part  # before the next one is made
     return total
 
 

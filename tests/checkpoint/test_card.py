@@ -60,16 +60,14 @@ def command_of(folder):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rounds": 1, "iterations": 3, "alpha": 0.5, "mlp_sparsity": 0.5, "preset": "paper"},
+        {"alpha": 0.5, "sparsity": 0.5, "preset": "paper"},
         {"preset": "fast", "ridge": 0.02, "multiple_of": 8},
-        {"preset": "balanced", "reconstruct": 1, "prediction_passes": 1, "dtype": "bfloat16"},
+        {"preset": "balanced", "reconstruct": 1, "dtype": "bfloat16"},
         {
             "preset": "balanced",
             "compensation": "none",
-            "kv_groups": "all",
+            "attention_units": "heads",
             "reconstruct": 1,
-            "prediction_passes": 0,
-            "reconstruct_rate": 0.002,
         },
         {"reconstruct": 0, "propagate": False},
         {"preset": "fast", "dtype": "float32", "budget": "120kB", "context": 16},
@@ -79,7 +77,7 @@ def command_of(folder):
             "kept": {"layers.1.mlp": list(range(7)), "layers.0.mlp": [1]},
         },
     ],
-    ids=["paper", "fast", "best", "best changed", "fits off", "memory", "kept"],
+    ids=["paper", "fast", "balanced", "balanced changed", "fits off", "memory", "kept"],
 )
 def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path, run):
     if "kept" in settings:
@@ -95,14 +93,10 @@ def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path,
 
 
 def test_the_card_says_preset_and_reconstruction(here, tmp_path):
-    coec.prune(
-        "dense", tmp_path / "out", **FEW, preset="balanced", reconstruct=1, prediction_passes=1
-    )
+    coec.prune("dense", tmp_path / "out", **FEW, preset="balanced", reconstruct=1)
     card = card_of(tmp_path / "out")
-    assert "- preset: best" in card
-    assert "- beside the dense model: reconstruct = 1, " in card
-    assert "prediction_passes = 1, " in card
-    assert "propagate = true" in card
+    assert "- preset: balanced" in card
+    assert "--reconstruct 1" in card
     assert "| validation windows of the calibration, of 32 tokens |" in card
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from coec.execution import output as module
 
 import coec
 import tiny_models as tm
+from coec.checkpoint import folder as module
 from coec.checkpoint.folder import JOURNAL, LOCK, check_output, check_space, claimed
 from coec.checkpoint.journal import journal
 from coec.errors import ModelError, OutputError
@@ -150,7 +150,7 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from coec.checkpoint.journal import journal
-from coec.execution import output
+from coec.checkpoint import folder as output
 with journal(Path(sys.argv[1]), {}, force=True) as done:
     output.rename = lambda one, to: (os.rename(one, to), os.kill(os.getpid(), signal.SIGKILL))
     (done.new / "model.safetensors").write_text("half")
@@ -294,7 +294,7 @@ def test_nobody_else_may_read_what_travels_who_could_not_before(mode, copied, tm
      ("hub/models--a--b/blobs/0a1b", True), ("hub/blobs/0a1b", False)],
 )  # fmt: skip
 def test_a_link_out_of_the_model_is_not_followed_to_what_is_not_of_a_model(
-    target, travels, original, model, tmp_path
+    target, travels, original, model, tokens, tmp_path
 ):
     """But to the hub's blobs, and to a file of that name: models are folders of links, too."""
     (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
@@ -308,7 +308,7 @@ def test_a_link_out_of_the_model_is_not_followed_to_what_is_not_of_a_model(
         assert not (copy / "LICENSE").is_symlink()
         return
     with pytest.raises(ModelError, match="LICENSE' is a link to '.*', which would be copied"):
-        coec.prune(model, tmp_path / "out", calibration="nobody reads this", preset="paper")
+        coec.prune(model, tmp_path / "out", calibration=tokens, samples=24, seq_len=32)
     assert not (tmp_path / "out.partial").exists()
 
 

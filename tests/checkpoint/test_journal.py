@@ -5,8 +5,8 @@ import json
 import os
 
 import pytest
-from coec.execution import journal as module
 
+from coec.checkpoint import journal as module
 from coec.checkpoint.folder import JOURNAL, LOCK, NEW, WORK
 from coec.checkpoint.journal import describe_differences, encode_line, journal, unfinished
 from coec.errors import ModelError, NumericalError, OptionError, OutputError, UnfinishedError

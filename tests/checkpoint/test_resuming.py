@@ -19,31 +19,31 @@ from coec.models import dense as module
 from coec.types import SiteResult
 from prunings import content, interrupt
 
-SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "rounds": 1}
+SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32}
 
 
 @pytest.fixture
 def solved(monkeypatch):
     """The blocks that were solved."""
-    blocks, solve = [], pruning.solve_block
+    numbers, solve = [], pruning.solve
 
-    def counted(measured, **options):
-        blocks.append(measured.block.index)
-        return solve(measured, **options)
+    def counted(blocks, *arguments):
+        numbers.extend(block.index for block in blocks)
+        return solve(blocks, *arguments)
 
-    monkeypatch.setattr(pruning, "solve_block", counted)
-    return blocks
+    monkeypatch.setattr(pruning, "solve", counted)
+    return numbers
 
 
 PAIRS = [
-    {"selection": "flap", "compensation": "bias", "holdout": 0.25},
+    {"selection": "flap", "compensation": "bias"},
     {"selection": "wanda-sp", "lambda_a": 0.0, "dtype": "bfloat16"},
-    {"compensation": "rcpu", "forward_dtype": "float64", "solve_dtype": "float32"},
+    {"compensation": "rcpu", "forward_dtype": "float64"},
     {"compensation": "ridge-to-slice", "sparsity": 0.5, "forward_dtype": "bfloat16"},
-    {"selection": "random", "rotation": "left", "holdout": 0.5, "seed": 3},
-    {"selection": "obs", "compensation": "ridge-to-slice", "holdout": 0.25},
+    {"selection": "random", "rotation": "left", "seed": 3},
+    {"selection": "obs", "compensation": "ridge-to-slice", "by_block": True},
     {"calibration": "self", "samples": 4, "compensation": "least-squares"},
-    {"calibration": "self", "samples": 4, "holdout": 0.5, "selection": "magnitude"},
+    {"calibration": "self", "samples": 4, "selection": "magnitude"},
 ]
 
 
@@ -53,8 +53,6 @@ def test_going_on_gives_the_same_bytes(options, dense, solved, text, tmp_path, m
     if PAIRS.index(options) % 2:
         monkeypatch.setattr(writing, "MAX_SHARD", "20KB")
     settings = {"calibration": text} | SETTINGS | options
-    if "compensation" in options:
-        del settings["rounds"]
     coec.prune(dense, tmp_path / "whole", **settings)
     solved.clear()
     interrupt(monkeypatch, coec.prune, dense, tmp_path / "out", **settings)
@@ -93,10 +91,9 @@ def refused(tmp_path, said, **asked):
     [
         ({"sparsity": 0.5}, r"sparsity was 0\.3, now 0\.5"),
         ({"selection": "flap"}, 'selection was "rcpu", now "flap"'),
-        ({"compensation": "least-squares", "ridge": 0.1}, "ridge was null, now 0.1"),
+        ({"compensation": "least-squares", "ridge": 0.1}, "compensation was"),
         ({"samples": 12}, "samples was 24, now 12"),
         ({"seed": 1}, "seed was 0, now 1"),
-        ({"holdout": 0.5}, r"holdout was 0\.0, now 0\.5"),
         ({"dtype": "bfloat16"}, 'dtype was "float32", now "bfloat16"'),
         ({"forward_dtype": "float64"}, 'forward_dtype was "float32", now "float64"'),
     ],
@@ -135,8 +132,8 @@ def test_other_libraries_are_refused(begun, tmp_path, monkeypatch):
 
 
 def test_another_device_is_refused(begun, tmp_path, monkeypatch):
-    computed_by = pruning.computed_by
-    monkeypatch.setattr(pruning, "computed_by", lambda device: computed_by(torch.device("cuda")))
+    computed_by = writing.computed_by
+    monkeypatch.setattr(writing, "computed_by", lambda device: computed_by(torch.device("cuda")))
     refused(tmp_path, 'device was "cpu", now "cuda"', **begun)
 
 
@@ -152,10 +149,8 @@ def test_a_run_with_functions_of_the_users_own_is_begun_anew(
     shutil.copytree(dense, tmp_path / "model")
     arguments = (tmp_path / "model", tmp_path / "out")
     interrupt(monkeypatch, coec.prune, *arguments, compensation=bias, **asked)
-    with pytest.raises(UnfinishedError, match=r'own_functions was \["compensation"\], now null'):
-        coec.prune(*arguments, compensation="bias", **asked)
     solved.clear()
-    with pytest.warns(RuntimeWarning, match="is begun anew: compensation was given as a function"):
+    with pytest.warns(RuntimeWarning, match="is begun anew: compensation is a function"):
         coec.prune(*arguments, compensation=bias, **asked)
     assert solved == [0, 1]
 
@@ -182,15 +177,6 @@ def test_other_threads_are_refused(begun, tmp_path):
         torch.set_num_threads(threads)
 
 
-def test_statistics_instead_of_the_same_text_are_no_other_run(begun, solved, tmp_path):
-    """They are the same to the bit, and so is what is made of them."""
-    how = {name: begun[name] for name in ("calibration", "samples", "seq_len")}
-    coec.collect(tmp_path / "model", tmp_path / "statistics", **how)
-    coec.prune(tmp_path / "model", tmp_path / "out", compensation="none",
-               statistics=tmp_path / "statistics", preset="paper")  # fmt: skip
-    assert solved == [0, 1]
-
-
 def test_a_damaged_block_found_late_costs_only_itself(dense, text, tmp_path, monkeypatch, solved):
     """Weights are read when their turn comes: what was finished before stays, and is used."""
     monkeypatch.setattr(module, "_SAMPLED", 64)
@@ -211,10 +197,9 @@ def test_a_damaged_block_found_late_costs_only_itself(dense, text, tmp_path, mon
 
 BEGUN = {
     "prune": ({"compensation": "none"}, 2),
-    "best": ({"preset": "balanced", "reconstruct": 1, "prediction_passes": 1, "samples": 8}, 1),
+    "balanced": ({"preset": "balanced", "reconstruct": 1, "samples": 8}, 2),
     "self": ({"compensation": "none", "calibration": "self", "samples": 4}, 1),
-    "allocate": ({"compensation": "none", "allocation": "adaptive", "by_block": True}, 1),
-    "collect": ({}, 1),
+    "allocate": ({"compensation": "none", "by_block": True}, 1),
 }
 """Runs, and after how many pieces they are ended."""
 OTHER = "model.embed_tokens.weight"
@@ -240,7 +225,6 @@ def test_a_model_that_changed_where_nothing_was_sampled_is_not_gone_on_with(
     monkeypatch.setattr(module, "_SAMPLED", 64)
     model, out = shutil.copytree(dense, tmp_path / "model"), tmp_path / "out"
     settings, pieces = BEGUN[run]
-    make = coec.collect if run == "collect" else coec.prune
     asked = {"calibration": text, "samples": 12, "seq_len": 32, **settings}
     put, count = Journal.put, itertools.count(1)
 
@@ -251,23 +235,11 @@ def test_a_model_that_changed_where_nothing_was_sampled_is_not_gone_on_with(
 
     monkeypatch.setattr(Journal, "put", ended)
     with pytest.raises(KeyboardInterrupt):
-        make(model, out, **asked)
+        coec.prune(model, out, **asked)
     undo = changed(model, name)
     what = r"model\.layers\.0" if "layers" in name else "embedding, final norm or head"
     with pytest.raises(ModelError, match=rf"was changed .{what}. since it was read by a run that"):
-        make(model, out, **asked)
+        coec.prune(model, out, **asked)
     assert not out.exists()
     undo()
-    make(model, out, **asked)
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_statistics_of_a_model_that_changed_where_nothing_was_sampled_are_refused(
-    name, dense, text, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(module, "_SAMPLED", 64)
-    model = shutil.copytree(dense, tmp_path / "model")
-    made = coec.collect(model, tmp_path / "statistics", calibration=text, samples=8, seq_len=32)
-    changed(model, name)
-    with pytest.raises(ModelError, match="was changed .* since its statistics were collected"):
-        coec.prune(model, tmp_path / "out", statistics=made, compensation="none", preset="paper")
+    coec.prune(model, out, **asked)

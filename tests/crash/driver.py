@@ -30,7 +30,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMN
 PATIENCE = 300.0
 """Seconds after which a child hangs."""
 IMPORTED = (
-    "coec.cli.commands", "coec.pipeline.collect", "coec.pruning", "coec.recovery.session",
+    "coec.cli.commands", "coec.exporting.export", "coec.pruning", "coec.recovery.session",
     "transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral",
 )  # fmt: skip
 """What takes seconds, and is not to be repeated in every child."""
@@ -163,9 +163,9 @@ def child(request: dict[str, Any]) -> None:
     )
     keep, solved = coec.checkpoint.checkpoint.Checkpoint.keep, []
 
-    def kept(checkpoint: Any, block: Any) -> None:
-        solved.append(checkpoint._units(block.block))
-        keep(checkpoint, block)
+    def kept(checkpoint: Any, blocks: Any) -> None:
+        solved.extend(coec.checkpoint.checkpoint._units(block.block) for block in blocks)
+        keep(checkpoint, blocks)
 
     coec.checkpoint.checkpoint.Checkpoint.keep = kept
     watch = Watch(cwd, request.get("at"), request.get("what", "kill"))

@@ -12,19 +12,18 @@ RUNS = int(os.environ.get("COEC_CRASH_RUNS", "100"))
 
 HOW = ("--calibration", "text.txt", "--samples", "6", "--seq-len", "48")
 PAPER = ("--preset", "paper")
-PRUNE = ("prune", "model", "out", *HOW, *PAPER, "--compensation", "rcpu", "--holdout", "0.3")
+PRUNE = ("prune", "model", "out", *HOW, *PAPER, "--compensation", "rcpu")
 COMMANDS = {
     "prune": PRUNE,
     "prune sampled text": ("prune", "model", "out", "--calibration", "self", *HOW[2:],
                            *PAPER, "--compensation", "none"),
-    "prune from statistics": ("prune", "model", "out", "--statistics", "stats",
-                              *PAPER, "--compensation", "rcpu"),
     "replace": (*PRUNE, "--force"),
-    "reconstruct": ("prune", "model", "out", *HOW, "--preset", "best", "--reconstruct", "1",
-                "--prediction-passes", "1", "--holdout", "0.3"),
-    "collect": ("collect", "model", "out", *HOW, "--holdout", "0.3"),
+    "balanced": ("prune", "model", "out", *HOW, "--reconstruct", "1", "--holdout", "0.3"),
+    "by block": (*PRUNE, "--by-block"),
+    "drop blocks": ("prune", "model", "out", *HOW, "--preset", "fast", "--drop-blocks", "1"),
     "recover": ("recover", "model", "small", "out", "--text", "text.txt", "--seq-len", "48",
                 "--batch-size", "16", "--tokens", "4k"),
+    "export": ("export", "model", "out.gguf", "--dtype", "f32", "--no-tokenizer"),
 }  # fmt: skip
 """Each makes `out`."""
 FORCED = ("replace",)
@@ -47,13 +46,12 @@ class Place:
     def __init__(self, server, root: Path, beside: Path, shared: Path, name: str) -> None:
         self._server, self.name, self.argv = server, name, COMMANDS[name]
         self.root, self.beside = root, beside
-        self.out, self.partial = self.root / "out", self.root / "out.partial"
+        made = "out.gguf" if name == "export" else "out"
+        self.out, self.partial = root / made, root / f"{made}.partial"
         (self.root / "model").symlink_to(shared / "models/stories260K")
         text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")
         for file, start in {"text.txt": 0, "other.txt": 40_000}.items():
             (self.root / file).write_text(text[start : start + 20_000], encoding="utf-8")
-        if "stats" in self.argv:
-            assert self.send(("collect", "model", "stats", *HOW))["status"] == 0, self.log()
         if name == "recover":
             pruning = ("prune", "model", "small", *HOW, *PAPER, "--compensation", "none")
             assert self.send(pruning)["status"] == 0, self.log()
@@ -98,7 +96,9 @@ class Place:
     def clear(self) -> None:
         """Removes what the command made, but for what it will replace again."""
         made = (self.out, self.partial) if self.name not in FORCED else ()
-        for path in (*made, self.root / "cache"):
+        for path in made:
+            if path.is_file():
+                path.unlink()
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -42,7 +42,7 @@ def _fills_up(here, wanted, at):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("name", ["prune", "collect", "recover"])
+@pytest.mark.parametrize("name", ["prune", "export", "recover"])
 def test_a_disk_that_fills_up_at_boundaries(name, disk, place, undisturbed):
     here, (wanted, answer) = place(name, disk), undisturbed(name)
     refused = [

@@ -11,11 +11,11 @@ from random import Random
 import pytest
 from runs import COMMANDS, FORCED, RUNS, spread
 
-PRUNINGS = ("prune", "prune sampled text", "prune from statistics", "replace", "reconstruct")
+PRUNINGS = [name for name, argv in COMMANDS.items() if argv[0] == "prune"]
 STATUS = {"kill": -9, "power": -9, "term": 143}
 FEW = {
-    "prune": ("kill", 4), "replace": ("power", 2), "collect": ("term", 2),
-    "reconstruct": ("kill", 1),
+    "prune": ("kill", 4), "replace": ("power", 2), "by block": ("term", 2),
+    "balanced": ("kill", 1), "drop blocks": ("kill", 1), "export": ("power", 2),
 }  # fmt: skip
 """Boundaries of each command in every run of the suite."""
 
@@ -36,7 +36,7 @@ def _end_and_go_on(here, wanted, solved, **how):
     answer = here.run()
     if done and here.name not in FORCED:
         assert (answer["status"], "make room" in here.log()) == (1, False), here.log()
-        assert any(said in here.log() for said in ("is not empty", "exists: choose")), here.log()
+        assert any(said in here.log() for said in ("is not empty", "exists; choose")), here.log()
     else:
         assert answer["status"] == 0, here.log()
         if here.name in PRUNINGS:

@@ -137,7 +137,7 @@ def test_files_of_fewer_bits_are_near(dtype, tmp_path):
 
 @pytest.mark.parametrize(
     "kept",
-    [{"multiple_of": "256"}, {"allocation": "error", "multiple_of": "256", "by_block": True}],
+    [{"multiple_of": "256"}, {"multiple_of": "256", "by_block": True}],
 )
 def test_its_own_program_quantises_what_was_pruned(kept, tokens, tmp_path):
     import llama_cpp
@@ -147,7 +147,7 @@ def test_its_own_program_quantises_what_was_pruned(kept, tokens, tmp_path):
         for parameter in network.parameters():
             parameter.mul_(0.3)
     tm.save(network, tmp_path / "dense")
-    settings = {**SETTINGS, "preset": "fast", "mlp_sparsity": 0.4, "attention_sparsity": 0, **kept}
+    settings = {**SETTINGS, "preset": "fast", "sparsity": 0.4, "attention_sparsity": 0, **kept}
     coec.prune(tmp_path / "dense", tmp_path / "out", calibration=tokens, **settings)
     whole, quantised = tmp_path / "out.gguf", tmp_path / "quantised.gguf"
     coec.export(tmp_path / "out", whole, dtype="f16", no_tokenizer=True)

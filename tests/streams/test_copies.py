@@ -12,7 +12,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from coec.streams.layers import AHEAD, Copies, Layers
+from coec.sizes import AHEAD
+from coec.streams.layers import Copies, Layers
 
 BATCHES = 12
 
@@ -140,14 +141,11 @@ def layers(request, gpu, monkeypatch):
 
 def test_every_batch_comes_back_when_the_pass_has_ended(gpu, layers):
     states = {number: State(gpu, number, there=False) for number in range(BATCHES)}
-    passed = []
-    behind = layers.through(None, 0, states, lambda: passed.append(len(states)))
+    behind = layers.through(None, 0, states)
     assert {number: state.number for number, state in behind.items()} == {
         number: 2 * number for number in range(BATCHES)
     }
     assert not states
-    assert len(passed) == BATCHES
-    assert passed[0] == BATCHES - 2  # the next is copied already
 
 
 @pytest.mark.parametrize("part", [1, 4, 96])

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from coec.streaming import layers as module
-from coec.streaming.dense_stream import DenseStream, summed_inputs
 
 import tiny_models as tm
+from coec.config.recipe import Recipe
 from coec.models.dense import Dense
+from coec.planning.plan import Plan
+from coec.streams import streams as module
 from coec.streams.layers import Layers
+from coec.streams.streams import Streams, summed_inputs
 
-IDS = torch.randint(2, tm.VOCABULARY, (5, 32), generator=torch.Generator().manual_seed(3))
+IDS = torch.randint(2, tm.VOCABULARY, (20, 32), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")
@@ -18,68 +20,59 @@ def checkpoint(tmp_path_factory):
     return Dense.open(tm.save(tm.tiny("mistral sliding"), root / "model", tokenizer=False))
 
 
-def stream(checkpoint, ids=IDS, dtype=torch.float64, progress=None):
-    return DenseStream(checkpoint, ids, device=torch.device("cpu"), dtype=dtype, progress=progress)
+def opened(checkpoint, dtype="float64"):
+    recipe = Recipe(preset="paper", forward_dtype=dtype, device="cpu")
+    return Streams(Plan.of(checkpoint, recipe), checkpoint, IDS)
 
 
-def test_batches_of_unequal_size_add_up(checkpoint, monkeypatch):
-    whole = list(stream(checkpoint).blocks())
-    monkeypatch.setattr(module, "TOKENS_PER_BATCH", 64)  # 2, 2 and 1 windows
-    parts = list(stream(checkpoint).blocks())
-    for one, two in zip(whole, parts, strict=True):
-        for site in ("attention", "mlp"):
-            assert one.grams[site].tokens == two.grams[site].tokens == 160
-            torch.testing.assert_close(one.grams[site].xx, two.grams[site].xx)
-            torch.testing.assert_close(one.grams[site].x, two.grams[site].x)
+def measured(checkpoint, dtype="float64"):
+    """The Gram of every site by block."""
+    streams = opened(checkpoint, dtype)
+    sums = [streams.measure(block)[1] for block in checkpoint.layout.blocks]
+    return [{name: total.gram() for name, total in of_block.items()} for of_block in sums]
 
 
-def test_a_window_longer_than_a_batch_is_a_batch(checkpoint, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS_PER_BATCH", 8)
-    blocks = list(stream(checkpoint).blocks())
-    assert [block.grams["mlp"].tokens for block in blocks] == [160, 160]
+@pytest.mark.parametrize("tokens", [8, 32])
+def test_batches_of_any_size_add_up(tokens, checkpoint, monkeypatch):
+    """Two windows at once, or one, which may be longer than a batch."""
+    whole = measured(checkpoint)
+    monkeypatch.setattr(module, "tokens_per_batch", lambda *given: tokens)
+    for one, two in zip(whole, measured(checkpoint), strict=True):
+        assert one.keys() == two.keys() == {"attention", "mlp"}
+        for site in one:
+            assert one[site].tokens == two[site].tokens == 640
+            torch.testing.assert_close(one[site].xx, two[site].xx)
+            torch.testing.assert_close(one[site].x, two[site].x)
 
 
-def test_only_one_block_is_ever_in_memory(checkpoint, monkeypatch):
-    running = stream(checkpoint)
-    seen = []
-    original = Dense.tensors
+def test_only_one_block_is_in_memory_with_the_weights_as_stored(checkpoint, monkeypatch):
+    streams, seen = opened(checkpoint, "float32"), []
+    stored = Dense.tensors
+
+    def places():
+        return {p.device.type for layer in streams._layers.modules for p in layer.parameters()}
 
     def tensors(self, block):
-        places = [{p.device.type for p in layer.parameters()} for layer in running._layers.modules]
-        seen.append((block.index, places))
-        return original(self, block)
+        seen.append(places())
+        return stored(self, block)
 
     monkeypatch.setattr(Dense, "tensors", tensors)
-    for _ in running.blocks():
-        assert {p.device.type for layer in running._layers.modules for p in layer.parameters()} == {
-            "meta"
-        }
-    assert seen == [(i, [{"meta"}, {"meta"}]) for i in range(2)]
+    for block in checkpoint.layout.blocks:
+        found, _ = streams.measure(block)
+        assert places() == {"meta"}
+        assert all(torch.equal(found[n], t) for n, t in stored(checkpoint, block).items())
+    assert seen
+    assert all(found == {"meta"} for found in seen)
 
 
-def test_blocks_hold_the_weights_as_stored(checkpoint):
-    for block in stream(checkpoint, dtype=torch.float32).blocks():
-        stored = checkpoint.tensors(block.block)
-        assert block.tensors.keys() == stored.keys()
-        assert all(torch.equal(block.tensors[name], stored[name]) for name in stored)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_narrow_forward_pass_sums_in_float64(dtype, checkpoint):
-    exact = list(stream(checkpoint).blocks())
-    for one, two in zip(exact, stream(checkpoint, dtype=dtype).blocks(), strict=True):
-        gram, reference = two.grams["mlp"].xx, one.grams["mlp"].xx
+    for one, two in zip(measured(checkpoint), measured(checkpoint, dtype), strict=True):
+        gram, reference = two["mlp"].xx, one["mlp"].xx
         assert gram.dtype == torch.float64
         assert torch.equal(gram, gram.T)
         error = float((gram - reference).norm() / reference.norm())
-        assert 0 < error < 8 * torch.finfo(dtype).eps
-
-
-def test_progress_counts_batches_over_all_blocks(checkpoint, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS_PER_BATCH", 64)
-    seen = []
-    list(stream(checkpoint, progress=lambda *call: seen.append(call)).blocks())
-    assert seen == [("calibrating", done, 6) for done in range(1, 7)]
+        assert 0 < error < 8 * torch.finfo(getattr(torch, dtype)).eps
 
 
 @pytest.mark.parametrize("variant", ["llama", "cohere2", "mixtral", "deepseek_v3"])

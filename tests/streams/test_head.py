@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from coec.streaming import head as module
 
 import tiny_models as tm
 from coec.models.dense import Dense
+from coec.streams import head as module
 from coec.streams.head import Head, Prediction
 
 P = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.2, 0.6]]).log()
@@ -41,7 +41,7 @@ def test_sums_of_parts_are_those_of_all():
         part = Prediction()
         part.update(p, wanted, q)
         whole.update(p, wanted, q)
-        total.add(part)
+        total.merge(part)
     assert vars(total) == vars(whole)
 
 

@@ -1,13 +1,25 @@
 """Text of the model's own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+import coec
 import tiny_models as tm
+from coec import pruning
+from coec.config.recipe import Recipe
+from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
+from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.streams.self_text import sample_from_model, window_bytes, windows_at_once
+from coec.planning.plan import Plan
+from coec.sizes import window_bytes
+from coec.streams import self_text as module
+from coec.streams.self_text import sample_from_model, windows_that_fit
+from coec.streams.windows import CalibrationText
 from coec.text.tokens import load_tokenizer
+from outcomes import raising
 from paper_models import LLAMA_8B
 
 
@@ -50,11 +62,15 @@ def test_no_two_windows_are_alike_nor_two_texts(model):
     assert len(windows.unique(dim=0)) == len(windows)
 
 
-def test_so_many_are_sampled_at_once_as_fit():
-    size = window_bytes(Description.of(LLAMA_8B).shape, 128256, 2048, 2)
+def test_so_many_are_sampled_at_once_as_fit(monkeypatch):
+    described = Description.of(LLAMA_8B)
+    size = window_bytes(described.shape, 128256, 2048, 2)
     assert 2**28 < size < 1.3 * 2**28  # keys and values of 131 kB for a token
     free = 24 * 10**9 - 2 * 8_030_261_248
-    counts = [windows_at_once(one, size) for one in (None, 2**36, free, 10**9, 0)]
+    network, counts = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16), []
+    for one in (None, 2**36, free, 10**9, 0):
+        monkeypatch.setattr(module.FreeMemory, "of", lambda _, one=one: FreeMemory(one, None))
+        counts.append(windows_that_fit(described, network, 2048))
     assert counts == [128, 128, 16, 2, 1]
 
 
@@ -160,3 +176,25 @@ def test_a_start_that_fits_neither_model_nor_windows(
     monkeypatch.setattr(type(tokenizer), "__call__", lambda *_, **__: {"input_ids": start})
     with pytest.raises(error, match=match):
         sample_from_model(model, tokenizer, samples=1, seq_len=2, seed=0)
+
+
+def test_a_resumed_run_keeps_what_the_model_wrote(dense, tmp_path, monkeypatch):
+    settings = {"preset": "paper", "calibration": "self", "samples": 6, "seq_len": 32}
+    coec.prune(dense, tmp_path / "whole", **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(pruning, "solve", raising(ZeroDivisionError))
+        with pytest.raises(ZeroDivisionError):
+            coec.prune(dense, tmp_path / "out", **settings)
+    monkeypatch.setattr("coec.streams.windows.sample_from_model", None)
+    report = coec.prune(dense, tmp_path / "out", **settings)
+    assert report.calibration["windows"] == 6
+    for name in ("model.safetensors", "README.md"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_device_without_room_for_the_model_is_said(dense, monkeypatch):
+    opened, recipe = Dense.open(dense), Recipe(calibration="self", samples=6, seq_len=32)
+    monkeypatch.setattr(Dense, "network", raising(torch.OutOfMemoryError("out of memory")))
+    text = CalibrationText.read(opened, recipe, None)
+    with pytest.raises(CalibrationError, match="no room for all of it"):
+        text.windows(Plan.of(opened, recipe), lambda name, make: make(), None)

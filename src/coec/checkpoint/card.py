@@ -256,7 +256,12 @@ def changed(recipe: Mapping[str, Any]) -> JsonDict:
     if method in COMPENSATIONS:
         own = options if method == defaults["compensation"] else {}
         options = COMPENSATIONS[method].defaults | own
-    differing = {n: recipe[n] for n in defaults if n != "preset" and recipe[n] != defaults[n]}
+    # None is no flag: attention_sparsity is None if attention_units says that attention is pruned.
+    differing = {
+        name: recipe[name]
+        for name in defaults
+        if name != "preset" and recipe[name] not in (None, defaults[name])
+    }
     if recipe["by_block"]:
         differing["by_block"] = True
     return differing | {

@@ -52,7 +52,7 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
         _check_heads(model)
     if recipe.expert_sparsity:
         _check_experts(model, recipe.expert_sparsity)
-    if recipe.drop_blocks > model.shape.layers - 2:
+    if recipe.drop_blocks and recipe.drop_blocks > model.shape.layers - 2:
         raise OptionError(
             f"drop_blocks = {recipe.drop_blocks} leaves no block between the first and the last, "
             f"which are kept: this model has {model.shape.layers} blocks"
