@@ -74,16 +74,14 @@ def test_windows_are_as_long_as_the_model_allows_unless_told(dense):
     [
         (IDS, {"seq_len": 65}, OptionError, "seq_len=65 is beyond the model's 64 positions"),
         *((IDS, {"seq_len": length}, OptionError,
-           f"seq_len must be a whole number of at least 2, got {length}") for length in (1, 0, -3)),
-        (IDS, {"max_windows": 0}, OptionError, "max_windows must be a whole number of at least 1"),
-        (IDS, {"dtype": "int8"}, OptionError, "dtype must be one of"),
-        (IDS, {"bos": "yes"}, OptionError, "bos must be one of auto, on, off"),
-        (IDS, {"via": "vllm"}, OptionError,
-         "via must be one of coec, transformers, got 'vllm'"),
+           "seq_len must") for length in (1, 0, -3)),
+        (IDS, {"max_windows": 0}, OptionError, "max_windows must"),
+        (IDS, {"dtype": "int8"}, OptionError, "dtype must"),
+        (IDS, {"bos": "yes"}, OptionError, "bos must"),
+        (IDS, {"via": "vllm"}, OptionError, "via must"),
         ("self", {}, OptionError, "give baseline=DENSE"),
-        ("self", {"samples": 0}, OptionError, "samples must be a whole number of at least 1"),
-        *(("self", {"seed": seed}, OptionError, "seed must be") for seed in (-1, 2**64)),
-        ("self", {"seed": np.int64(-1)}, OptionError, "seed must be"),
+        ("self", {"samples": 0}, OptionError, "samples must"),
+        *(("self", {"seed": seed}, OptionError, "seed must") for seed in (-1, 2**64, np.int64(-1))),
         (IDS[:20], {"seq_len": 32}, CalibrationError, "has 20 tokens, less than one window of 32"),
         (torch.rand(40), {}, CalibrationError, "token ids are whole numbers"),
         (IDS.numpy() > 9, {"seq_len": 16}, CalibrationError, "whole numbers, got bool"),
@@ -135,11 +133,9 @@ def test_a_trained_model_reads_stories_better_than_noise(shared, tmp_path):
     assert result.special_tokens == 1
 
 
-def test_windows_cut_beforehand_and_a_limit_on_them(dense):
-    windows = module.evaluation_windows(dense, IDS, seq_len=16, max_windows=2)
-    assert torch.equal(windows.ids, IDS[:32].reshape(2, 16))
+def test_a_limit_on_windows_takes_the_first(dense):
     limited = coec.perplexity(dense, IDS, seq_len=16, max_windows=2)
-    cut = coec.perplexity(dense, windows)
+    cut = coec.perplexity(dense, IDS[:32], seq_len=16)
     assert cut.perplexity == limited.perplexity
     assert (limited.windows, limited.tokens) == (2, 30)
     assert limited.perplexity != coec.perplexity(dense, IDS, seq_len=16).perplexity
