@@ -22,7 +22,6 @@ def place(dense, tmp_path):
     """A folder with odd things in it, by name."""
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "file").write_text("x")
     (tmp_path / "deep.toml").write_text("a = " + "[" * 50_000)
     (tmp_path / "digits.toml").write_text("seed = " + "9" * 5000)
@@ -30,7 +29,6 @@ def place(dense, tmp_path):
     (tmp_path / "trust.toml").write_text("trust-remote-code = true")
     (tmp_path / "options.toml").write_text("options = [1]")
     (tmp_path / "latin.toml").write_bytes(b'selection = "\xff"')
-    (tmp_path / "huge.toml").write_text("# " + "x" * 10_000_001)
     (tmp_path / "surrogate.jsonl").write_text('{"text": "\\udfff"}')
     np.save(tmp_path / "truth.npy", np.ones((24, 32), dtype=bool))
     tm.token_file(tmp_path / "tokens.npy")

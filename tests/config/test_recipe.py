@@ -61,7 +61,8 @@ def test_any_setting_wins_over_a_preset_and_the_others_stay(name, value):
     ("settings", "sparsity"),
     [
         ({}, 0), ({"sparsity": 0.5}, 0), ({"attention_sparsity": 0.2}, 0.2),
-        ({"attention_units": "heads"}, None), ({"by_block": True}, None), ({"preset": "paper"}, None),
+        ({"attention_units": "heads"}, None), ({"by_block": True}, None),
+        ({"preset": "paper"}, None),
         ({"by_block": True, "target": "vllm"}, 0),
     ],
 )  # fmt: skip
