@@ -12,6 +12,7 @@ import coec
 import tiny_models as tm
 import typechecker
 from coec import Gram, pruning
+from coec.checkpoint import checkpoint as writing
 from coec.checkpoint import folder
 from coec.errors import CalibrationError, CoecError, ModelError, OutputError
 from coec.models.matching import RawCheckpoint
@@ -198,7 +199,7 @@ def test_a_disk_known_to_be_full(refused, monkeypatch):
 
 def test_a_disk_that_fills_up_on_the_way(dense, small, tmp_path, monkeypatch):
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(journal, "write_tensors", raising(full))
+    monkeypatch.setattr(writing, "write_tensors", raising(full))
     with pytest.raises(OutputError, match="No space left on device; make room"):
         coec.prune(dense, tmp_path / "new" / "out", **small, compensation="none")
     assert not list(tmp_path.iterdir())
