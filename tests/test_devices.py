@@ -8,7 +8,6 @@ import torch
 import coec
 from coec import devices
 from coec.devices import (
-    at_hand,
     choose_solve_dtype,
     double_rate,
     hand_back,
@@ -71,13 +70,6 @@ def test_sums_of_a_fit_are_not_in_float16_unless_that_is_asked_for(stored, devic
 def test_a_rate_is_that_of_products(monkeypatch):
     monkeypatch.setattr(devices, "_CPU_ROWS", 64)
     assert 0 < double_rate(torch.device("cpu")) < 100
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_what_a_process_has_no_device_for_it_does_on_the_cpu(monkeypatch, there):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    assert at_hand(CUDA) == (CUDA if there else torch.device("cpu"))
-    assert at_hand(torch.device("cpu")) == torch.device("cpu")
 
 
 def test_limits_of_control_groups_count(tmp_path):

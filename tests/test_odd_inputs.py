@@ -14,8 +14,7 @@ import torch
 
 import coec
 import tiny_models as tm
-from coec.config.recipe import Recipe
-from coec.errors import CalibrationError, CoecError, ModelError, OptionError, OutputError
+from coec.errors import ModelError, OptionError, OutputError
 
 
 @pytest.fixture
@@ -23,7 +22,6 @@ def place(dense, tmp_path):
     """A folder with odd things in it, by name."""
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "file").write_text("x")
     (tmp_path / "deep.toml").write_text("a = " + "[" * 50_000)
     (tmp_path / "digits.toml").write_text("seed = " + "9" * 5000)
@@ -31,7 +29,6 @@ def place(dense, tmp_path):
     (tmp_path / "trust.toml").write_text("trust-remote-code = true")
     (tmp_path / "options.toml").write_text("options = [1]")
     (tmp_path / "latin.toml").write_bytes(b'selection = "\xff"')
-    (tmp_path / "huge.toml").write_text("# " + "x" * 10_000_001)
     (tmp_path / "surrogate.jsonl").write_text('{"text": "\\udfff"}')
     np.save(tmp_path / "truth.npy", np.ones((24, 32), dtype=bool))
     tm.token_file(tmp_path / "tokens.npy")
@@ -106,17 +103,15 @@ def test_a_terminal_that_knows_ascii_alone_shows_what_it_can():
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
-NUMBERS = {
-    "preset": "paper",
-    "sparsity": np.float32(0.5), "samples": np.int64(24), "seq_len": np.array(32),
-    "seed": np.uint8(3), "alpha": torch.tensor(0.5, dtype=torch.float64), "r_p": np.int16(1),
-}  # fmt: skip
-
-
 def test_settings_may_be_numbers_of_numpy_and_torch(dense, tokens, tmp_path):
     """And token ids an array."""
+    numbers = {
+        "preset": "paper", "sparsity": np.float32(0.5), "samples": np.int64(24),
+        "seq_len": np.array(32), "seed": np.uint8(3), "r_p": np.int16(1),
+        "alpha": torch.tensor(0.5, dtype=torch.float64),
+    }  # fmt: skip
     ids = np.load(tokens).astype(np.uint16)
-    report = coec.prune(dense, tmp_path / "out", calibration=ids, **NUMBERS)
+    report = coec.prune(dense, tmp_path / "out", calibration=ids, **numbers)
     recipe = report.recipe
     assert (recipe["sparsity"], recipe["samples"], recipe["seq_len"]) == (0.5, 24, 32)
     assert (recipe["seed"], recipe["options"]["alpha"], recipe["options"]["r_p"]) == (3, 0.5, 1)
@@ -127,33 +122,14 @@ def test_settings_may_be_numbers_of_numpy_and_torch(dense, tokens, tmp_path):
     assert compensated.diagnostics["rounds"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "match"),
-    [
-        ({"samples": np.bool_(True)}, OptionError, "samples must be a whole number"),
-        ({"preset": "paper", "r_p": np.array(2.5)}, OptionError, "must be a whole number"),
-        ({"calibration": np.ones((2, 2), bool)}, CalibrationError, "whole numbers, got bool"),
-        ({"calibration": "a\0b"}, OptionError, "calibration must be text without NUL"),
-        ({"text_column": ""}, OptionError, "text_column must be text"),
-    ],
-)
-def test_what_no_setting_can_be(settings, error, match):
-    with pytest.raises(CoecError, match=match) as caught:
-        Recipe(**settings)
-    assert isinstance(caught.value, error)
-
-
 PLACES = {
     "the root": (lambda m, o: coec.prune(m, "/"), OutputError, "the whole file system"),
     "no output": (lambda m, o: coec.prune(m, None), OutputError, "folder or file, got None"),
     "a number": (lambda m, o: coec.recover(m, m, 3), OutputError, "folder or file, got 3"),
     "export": (lambda m, o: coec.export(m, None), OutputError, "folder or file, got None"),
-    "collect": (lambda m, o: coec.collect(m, None), OutputError, "folder or file, got None"),
-    "statistics": (lambda m, o: coec.prune(m, o, statistics=3), CalibrationError, "got 3"),
-    "a third": (lambda m, o: coec.prune(m, o, 0.3), OptionError, "is a Recipe, got 0.3: name a"),
-    "a share": (lambda m, o: coec.prune(m, o, sparsity=10**400), OptionError, "1329 bits"),
-    "a count": (lambda m, o: coec.prune(m, o, samples=10**400), OptionError, "below 2..64"),
-    "a budget": (lambda m, o: coec.recover(m, m, o, tokens=10**400), OptionError, "below 2..64"),
+    "a share": (lambda m, o: coec.prune(m, o, sparsity=10**400), OptionError, "sparsity"),
+    "a count": (lambda m, o: coec.prune(m, o, samples=10**400), OptionError, "samples"),
+    "a budget": (lambda m, o: coec.recover(m, m, o, tokens=10**400), OptionError, "tokens"),
 }
 
 

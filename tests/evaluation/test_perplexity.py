@@ -73,16 +73,20 @@ def test_windows_are_as_long_as_the_model_allows_unless_told(dense):
     ("text", "settings", "error", "match"),
     [
         (IDS, {"seq_len": 65}, OptionError, "seq_len=65 is beyond the model's 64 positions"),
-        (IDS, {"seq_len": 1}, OptionError, "seq_len"),
-        (IDS, {"dtype": "int8"}, OptionError, "dtype"),
-        (IDS, {"via": "vllm"}, OptionError, "via"),
-        ("self", {}, OptionError, "baseline=DENSE"),
-        ("self", {"seed": np.int64(-1)}, OptionError, "seed"),
+        *((IDS, {"seq_len": length}, OptionError,
+           "seq_len must") for length in (1, 0, -3)),
+        (IDS, {"max_windows": 0}, OptionError, "max_windows must"),
+        (IDS, {"dtype": "int8"}, OptionError, "dtype must"),
+        (IDS, {"bos": "yes"}, OptionError, "bos must"),
+        (IDS, {"via": "vllm"}, OptionError, "via must"),
+        ("self", {}, OptionError, "give baseline=DENSE"),
+        ("self", {"samples": 0}, OptionError, "samples must"),
+        *(("self", {"seed": seed}, OptionError, "seed must") for seed in (-1, 2**64, np.int64(-1))),
         (IDS[:20], {"seq_len": 32}, CalibrationError, "has 20 tokens, less than one window of 32"),
         (torch.rand(40), {}, CalibrationError, "token ids are whole numbers"),
         (IDS.numpy() > 9, {"seq_len": 16}, CalibrationError, "whole numbers, got bool"),
     ],
-)
+)  # fmt: skip
 def test_settings_and_texts_that_cannot_be(text, settings, error, match, dense):
     with pytest.raises(error, match=match):
         coec.perplexity(dense, text, **settings)
@@ -129,10 +133,12 @@ def test_a_trained_model_reads_stories_better_than_noise(shared, tmp_path):
     assert result.special_tokens == 1
 
 
-def test_a_limit_on_the_windows(dense):
+def test_a_limit_on_windows_takes_the_first(dense):
     limited = coec.perplexity(dense, IDS, seq_len=16, max_windows=2)
+    cut = coec.perplexity(dense, IDS[:32], seq_len=16)
+    assert cut.perplexity == limited.perplexity
     assert (limited.windows, limited.tokens) == (2, 30)
-    assert limited.perplexity == coec.perplexity(dense, IDS[:32], seq_len=16).perplexity
+    assert limited.perplexity != coec.perplexity(dense, IDS, seq_len=16).perplexity
 
 
 def test_two_tensors_are_not_the_same_text(dense, tmp_path):

@@ -6,9 +6,10 @@ from torch.nn import functional as F
 
 import coec
 import tiny_models as tm
+from coec.config.evaluation import TextEvaluation
 from coec.errors import OptionError
 from coec.evaluation import perplexity as module
-from coec.text.tokens import load_tokenizer, read_stream
+from coec.models.dense import Dense
 
 SEQ_LEN = 16
 
@@ -20,16 +21,16 @@ def dense(tmp_path_factory):
     return tm.begin_texts(folder)
 
 
+def read(model, text):
+    return module._read(Dense.open(model), text, TextEvaluation(), SEQ_LEN, False, None)
+
+
 def measured(model, text, **settings):
     return coec.perplexity(model, text, seq_len=SEQ_LEN, dtype="float64", **settings)
 
 
-def stream(dense, text):
-    return read_stream(text, lambda: load_tokenizer(dense), split="test").ids
-
-
 def test_on_and_off_are_perplexities_behind_the_start_and_without(dense, text):
-    ids = stream(dense, text)
+    ids = read(dense, text).ids
     network = tm.load(dense).double()
     for bos, width in (("on", SEQ_LEN - 1), ("off", SEQ_LEN)):
         result = measured(dense, text, bos=bos, max_windows=3)
@@ -49,11 +50,10 @@ def test_auto_takes_the_start_where_the_gain_is_more_than_is_asked(
 ):
     """The gain is that of the same tokens, counted here in another way."""
     network = tm.load(dense).double()
-    ids = stream(dense, text)
-    rows = ids[1 : 1 + 4 * (SEQ_LEN - 1)].view(4, -1)
-    behind = torch.cat([ids[:1].expand(4, 1), rows], dim=1)
+    rules = TextEvaluation(max_windows=4)
+    behind = module._cut(read(dense, text), rules, SEQ_LEN, bos=True).ids
     with torch.no_grad():
-        on, off = (network(input_ids=windows).logits for windows in (behind, rows))
+        on, off = (network(input_ids=ids).logits for ids in (behind, behind[:, 1:]))
     targets = behind[:, 2:].flatten()
     gain = float(
         F.cross_entropy(off[:, :-1].flatten(0, 1), targets)
@@ -87,5 +87,5 @@ def test_the_baseline_decides_for_both(dense, text, tmp_path, monkeypatch):
 def test_a_tokenizer_without_a_start_has_none_to_put(text, tmp_path):
     plain = tm.save(tm.tiny("llama"), tmp_path / "plain")
     assert not measured(plain, text).bos
-    with pytest.raises(OptionError, match="bos=on"):
+    with pytest.raises(OptionError, match="bos"):
         measured(plain, text, bos="on")

@@ -32,7 +32,8 @@ from transformers.utils import logging as transformers_logging
 
 import coec
 import tiny_models as tm
-from coec.config.recipe import Recipe, read_settings
+from coec.cli.flags import read_config
+from coec.config.recipe import Recipe
 from coec.errors import CoecError
 from coec.planning.kept import KEPT
 from prunings import interrupt
@@ -40,8 +41,8 @@ from prunings import interrupt
 MEMORY = 12 * 2**30
 """Address space of the worker: what asks for absurd sizes fails, and does not drown the machine."""
 SMALL = {"preset": "paper", "samples": 8, "seq_len": 16, "compensation": "none"}
-USES_ALL = {"selection": "flap", "compensation": "least-squares"}
-"""Methods that need variances, second moments, means and the precision of the sums."""
+RECIPE = ("preset", "sparsity", "selection", "alpha", "seed", "rotation")
+"""What a file of settings may name."""
 
 
 def originals(root: Path) -> None:
@@ -58,7 +59,6 @@ def originals(root: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / "text.parquet")
     tokens = str(root / "tokens.npy")
     coec.prune(dense, root / "pruned", calibration=tokens, **SMALL)
-    coec.collect(dense, root / "statistics", calibration=tokens, samples=8, seq_len=16)
     unfinished(root, dense, tokens)
     (root / "recipe.toml").write_text(
         'preset = "paper"\nsparsity = 0.3\nselection = "flap"\nalpha = 0.8\nseed = 1\n'
@@ -161,11 +161,6 @@ CASES: dict[str, Case] = {
     "tokenizer": (
         ("dense", "text.txt"), tokenizer_files, lambda p: measured(p / "dense", p / "text.txt"),
     ),
-    "statistics": (
-        ("dense", "tokens.npy", "statistics"),
-        lambda p: sorted((p / "statistics").iterdir()),
-        lambda p: pruned(p, p / "dense", statistics=p / "statistics", **USES_ALL),
-    ),
     "journal": (("dense", "tokens.npy", "whole", "out.partial"), journal_files, resumed),
     "kept set": (
         ("dense", "tokens.npy", "pruned"),
@@ -178,7 +173,7 @@ CASES: dict[str, Case] = {
     ),
     "recipe": (
         ("recipe.toml",), lambda p: [p / "recipe.toml"],
-        lambda p: Recipe(**read_settings(p / "recipe.toml")).record(),
+        lambda p: Recipe(**read_config(p / "recipe.toml", RECIPE)).record(),
     ),
     **{
         name: (

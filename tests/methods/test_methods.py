@@ -125,7 +125,5 @@ def test_what_a_method_returns_must_fit(method, match):
 def test_a_method_goes_by_the_name_it_is_listed_under(name):
     method = COMPENSATIONS[name]
     assert method.name == name
-    one, two = (
-        Recipe(preset="paper", compensation=choice) for choice in (method, name)
-    )
+    one, two = (Recipe(preset="paper", compensation=choice) for choice in (method, name))
     assert one.record() == two.record()

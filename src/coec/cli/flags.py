@@ -124,7 +124,7 @@ def read_config(path: Path, names: Iterable[str]) -> Values:
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(
             f"'{path}' is no TOML file that can be read: {first_line(error)}"
         ) from error

@@ -153,8 +153,9 @@ class Recipe(Settings):
     @field_validator("multiple_of", "budget", mode="before")
     @classmethod
     def _number_as_text(cls, value: Any) -> Any:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return f"{value:g}" if number and value < 1 else f"{int(value)}" if number else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return value
+        return str(int(value) if value >= 1 and value % 1 == 0 else value)
 
     @field_validator("budget")
     @classmethod
@@ -203,7 +204,7 @@ def parameter_count(budget: str) -> float:
         count = float(budget.replace(",", "").replace("_", ""))
     except ValueError:
         return 0
-    return count if 0 < count < 1 or (count >= 1 and count == int(count)) else 0
+    return count if 0 < count < 1 or (count >= 1 and count % 1 == 0) else 0
 
 
 def _completed(settings: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,8 +106,8 @@ def _rehearse(recipe: Recipe) -> None:
     except (TypeError, ValueError) as error:
         raise OptionError(
             f"{' or '.join(recipe.own_functions)} fails on a small problem: {error}; a selection "
-            "is (weight, gram) -> scores, with units, keep and seed by keyword if declared; options "
-            "and diagnostics must be ready for JSON"
+            "is (weight, gram) -> scores, with units, keep and seed by keyword if declared; "
+            "options and diagnostics must be ready for JSON"
         ) from error
     if not isinstance(scores, torch.Tensor) or scores.shape != (8,):
         got = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
