@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import coec
-import coec.cli.prune  # declares the flags
+import coec.cli.prune  # declares flags
+import coec.cli.recover  # likewise
 from coec.cli.flags import spelled
 
 SOURCES = Path(coec.__file__).parent
