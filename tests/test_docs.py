@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
 import coec
 from coec.cli.commands import COMMANDS, command_of
 from coec.config.recipe import OPTIONS_OF, Recipe

@@ -55,7 +55,7 @@ def commands(page):
 def place(tmp_path, monkeypatch, run):
     """A folder with what the documents name: dense and pruned models, texts."""
     monkeypatch.chdir(tmp_path)
-    network = tm.tiny("llama", torch.float32, intermediate_size=512, max_position_embeddings=32)
+    network = tm.tiny("llama", torch.float32, intermediate_size=1024, max_position_embeddings=32)
     first = tm.save(network, tmp_path / DENSE[0])
     tokenizer = json.loads((first / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["th"] = len(tokenizer["model"]["vocab"])
