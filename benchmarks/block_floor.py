@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_map_only
 
 import coec.devices
 import coec.linalg.decompose
-import coec.streams.layers
+import coec.sizes
+import coec.solve
 import coec.types
 from benchmarks import record, two_blocks
 from benchmarks.meter import OPERATORS, Counter
@@ -144,7 +145,7 @@ def as_on_a_gpu(count: Count, tokens_at_once: int) -> Iterator[None]:
             (coec.types, "widens", widens),
             (coec.types, "summed_products", summed_products),
             (coec.streams.streams, "summed_products", summed_products),
-            (coec.streams.layers, "TOKENS_PER_BATCH", tokens_at_once),
+            (coec.sizes, "TOKENS_PER_BATCH", tokens_at_once),
         ):
             stack.enter_context(mock.patch.object(module, name, other))
         yield
@@ -154,14 +155,15 @@ def counted(preset: str, scale: float, samples: int) -> dict[str, Any]:
     """Return a block's seconds by part at the whole widths, and the bytes of its tensors."""
     scale = two_blocks.hidden_size(scale) / two_blocks.hidden_size(1)
     count, length = Count(), max(8, round(2048 * scale))
-    settings: dict[str, Any] = {"prediction_passes": 0} if preset == "balanced" else {}
-    with tempfile.TemporaryDirectory() as folder:
+    # The last of a model's blocks alone is trained on predictions.
+    without = mock.patch.object(coec.solve, "PREDICTION_PASSES", 0)
+    with without, tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         vocabulary = max(64, round(two_blocks.VOCABULARY * scale))
         dense, tokens = two_blocks.made(work, scale, samples, length, torch.bfloat16, vocabulary)
         with as_on_a_gpu(count, round(8192 * scale)), count:
             two_blocks.pruned(dense, work / "out", tokens, preset, samples, length, "cpu",
-                              forward_dtype="bfloat16", **settings)  # fmt: skip
+                              forward_dtype="bfloat16")  # fmt: skip
     blocks = two_blocks.BLOCKS
     by_part = sorted(count.seconds.items(), key=lambda item: -item[1])
     seconds = {part: s / blocks / scale**3 for part, s in by_part}

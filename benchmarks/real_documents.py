@@ -23,11 +23,11 @@ README = (
     ("the published method, COEC", "`--preset paper`", "paper"),
     ("an answer at once", "`--preset fast`", "fast"),
     ("the default", "`--preset balanced`", "balanced"),
-    ("at once, where custom code is no problem", "`--preset fast --non-uniform`", "fast, by block"),
-    ("the default's training, likewise", "`--preset balanced --non-uniform`", "balanced, by block"),
+    ("at once, where custom code is no problem", "`--preset fast --by-block`", "fast, by block"),
+    ("the default's training, likewise", "`--preset balanced --by-block`", "balanced, by block"),
     (
         "at once, then the whole model on 100,000 tokens",
-        "`--preset fast --non-uniform`, `coec recover`",
+        "`--preset fast --by-block`, `coec recover`",
         "fast, by block, recover 100k",
     ),
 )

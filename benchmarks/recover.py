@@ -127,7 +127,7 @@ def measure(case: Case, shared: Path, starts: Path, python: float) -> dict[str, 
     seconds = pruned.with_suffix(".json")
     if not seconds.is_file():
         preset, *more = PRESETS.get(name := case.start.split(",")[0], (name,))
-        more += ["--non-uniform"] * case.start.endswith("block")
+        more += ["--by-block"] * case.start.endswith("block")
         command = ["prune", str(dense), str(pruned), "--preset", preset, "--sparsity",
                    str(SPARSITY), "--samples", str(SAMPLES), "--calibration", str(calibration),
                    "--force", *more, *common]  # fmt: skip

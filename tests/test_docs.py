@@ -5,11 +5,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from coec.settings import OPTIONS, TABLE
 
 import coec
 from coec.cli.commands import COMMANDS, command_of
-from coec.config.recipe import Recipe
+from coec.config.recipe import OPTIONS_OF, Recipe
+from coec.config.settings import described
 from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
 from coec.models.architectures import ARCHITECTURES
@@ -21,6 +21,8 @@ GUIDE = (ROOT / "docs/GUIDE.md").read_text(encoding="utf-8")
 METHODS = (ROOT / "docs/METHODS.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
+HISTORY = {"CHANGELOG.md", "LOG.md", "RESULTS.md", "SMALL_MODELS.md"}
+"""Documents that also name what there was."""
 
 
 def fenced(language: str, text: str = GUIDE) -> list[str]:
@@ -35,17 +37,19 @@ def test_every_command_is_in_the_readme_and_has_help():
 
 def test_every_flag_named_in_a_document_exists():
     known = {"version", "help", "model-impl", "shared", "install-completion"}
-    known |= {"head", "port", "object-store-memory"}  # of `ray start`
+    known |= {"nproc-per-node", "nnodes", "rdzv-backend", "rdzv-endpoint"}  # of torchrun
+    known |= {"max-restarts"}  # likewise
     known |= {"use", "fsdp", "num"}  # before a _ in flags of `accelerate launch`
     known |= {"model-path", "tp", "tensor-parallel-size"}  # of SGLang and vLLM
     for command in map(command_of, COMMANDS):
         known |= {option.name.replace("_", "-") for option in command.params}
-    known |= {f"no-{one.name.replace('_', '-')}" for one in TABLE if one.kind is bool}
+    switches = [one.name for one in described(Recipe) if bool in one.kinds]
+    known |= {f"no-{name.replace('_', '-')}" for name in switches}
     known |= {"tasks", "batch", "num"}  # of lm_eval, before a _
     known |= {"input-len", "output-len"}  # of vLLM
     for script in [*(ROOT / "benchmarks").glob("*.py"), ROOT / "experiments/paper.py"]:
         known |= set(re.findall(r'"--([a-z-]+)"', script.read_text(encoding="utf-8")))
-    for document in DOCUMENTS:
+    for document in (path for path in DOCUMENTS if path.name not in HISTORY):
         named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", document.read_text(encoding="utf-8")))
         assert named <= known, document.name
 
@@ -69,8 +73,9 @@ def test_the_table_of_loaders_is_made_of_the_findings():
 def test_every_method_is_described():
     for name in [*SELECTIONS, *COMPENSATIONS]:
         assert f"`{name}`" in METHODS
-    for option in OPTIONS:
-        assert f"`{option.name}`" in METHODS, option
+    for options in OPTIONS_OF.values():
+        for option in described(options):
+            assert f"`{option.name}`" in METHODS, option
 
 
 def test_every_architecture_has_a_format():

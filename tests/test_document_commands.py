@@ -27,12 +27,12 @@ PYTHON = ["README.md", "docs/GUIDE.md",
 DENSE = ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "MODEL", "DENSE",
          "dense", "model", "a", "b")  # fmt: skip
 PRUNED = ("PRUNED", "pruned", "QUANTISED", "Llama-3.1-8B-70")
-WRITES = {"prune": 1, "compensate": 2, "recover": 2, "collect": 1, "export": 1}
+WRITES = {"prune": 1, "recover": 2, "export": 1}
 """Place of the output among the arguments."""
-SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "5.6e9": "100e3", "16GB": "400KB", "8192": "64"}
-"""Budgets of trainings in tokens and minutes, lengths of windows, and parameters."""
-ELSEWHERE = re.compile(r"\.\./shared|--executor ray|--drop-blocks")
-"""Run by tests of clusters and of models with more blocks."""
+SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "16GB": "400KB", "8192": "64"}
+"""Budgets of trainings in tokens and minutes, lengths of windows, and memory."""
+ELSEWHERE = re.compile(r"\.\./shared|--drop-blocks")
+"""Run by tests of models with more blocks."""
 
 
 def blocks(page, language):
@@ -53,9 +53,9 @@ def commands(page):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, run):
-    """A folder with what the documents name: dense and pruned models, texts, statistics."""
+    """A folder with what the documents name: dense and pruned models, texts."""
     monkeypatch.chdir(tmp_path)
-    network = tm.tiny("llama", torch.float32, intermediate_size=512, max_position_embeddings=32)
+    network = tm.tiny("llama", torch.float32, intermediate_size=1024, max_position_embeddings=32)
     first = tm.save(network, tmp_path / DENSE[0])
     tokenizer = json.loads((first / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["th"] = len(tokenizer["model"]["vocab"])
@@ -66,12 +66,10 @@ def place(tmp_path, monkeypatch, run):
         shutil.copytree(first, tmp_path / name)
     made = run("prune", first, PRUNED[0], "--calibration", "my-text.txt", "--preset", "fast")
     assert made[0] == 0, made[2]
-    given = "--calibration", "train.txt", "--samples", 8, "--seq-len", 16
     for name in PRUNED[1:]:
         shutil.copytree(tmp_path / PRUNED[0], tmp_path / name)
     for name in ("train.txt", "test.txt", "text.txt"):
         (tmp_path / name).write_text(text)
-    assert run("collect", "a", "STATS", *given)[0] == 0
     np.save("tokens.npy", np.random.default_rng(0).integers(2, tm.VOCABULARY, 20_000))
     (tmp_path / "units.json").write_text('{"layers.0.mlp": [0, 2, 5], "layers.1.mlp": [1, 3, 4]}')
     monkeypatch.setattr(sources, "_read_named", lambda *arguments: text)

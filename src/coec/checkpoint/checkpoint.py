@@ -172,7 +172,7 @@ class Checkpoint:
 
     @property
     def complete(self) -> bool:
-        """Whether every block is solved, and the predictions are known."""
+        """True if every block is solved, and the predictions are known."""
 
         def is_complete() -> bool:
             return _PREDICTIONS in self._journal and all(map(self._is_solved, self.plan.blocks))

@@ -171,7 +171,7 @@ class Recipe(Settings):
 
     @property
     def sequential(self) -> bool:
-        """Whether a block depends on the blocks before it."""
+        """True if a block depends on the blocks before it."""
         return self.propagate or self.reconstruct > 0
 
     def record(self, *without: str) -> dict[str, Any]:

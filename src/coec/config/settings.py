@@ -77,7 +77,7 @@ def called(value: Any) -> str:
 
 
 class Described(NamedTuple):
-    """What help, documents and flags say of a field.
+    """Texts about a field, for help, documents and flags.
 
     Attributes:
         names: values that are allowed by name.

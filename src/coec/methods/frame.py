@@ -149,7 +149,7 @@ class Frame:
         return replace(self, s=out.s), out, _error(out.s, response, energy, target.yy)
 
     def scaled(self, target: RotationTarget) -> tuple["Frame", float]:
-        """One scale for all singular values, and the relative error with it."""
+        """Scale for all singular values, and the relative error with it."""
         response, energy = self.response(target), self.energy(target)
         linear, quadratic = (self.s * response).sum(), (self.s.square() * energy).sum()
         s = self.s * global_scale(float(linear), float(quadratic))

@@ -42,7 +42,7 @@ _DESCENT = 1600
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by purpose at the fullest moment of a run, on the device and on the host.
+    """Memory by purpose at the fullest moment of a run, on the device and on the host.
 
     The host has all of it if it computes.
     """
@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def needed(self) -> tuple[int, int]:
-        """Bytes on the device and on the host, without the program, which is there already."""
+        """Sizes on the device and on the host, without the program, which is there already."""
         host = sum(size for purpose, size in self.host.items() if purpose != "program")
         return sum(self.device.values()), host
 

@@ -311,17 +311,17 @@ class Plan:
 
     @property
     def propagates(self) -> bool:
-        """Whether blocks are calibrated on the inputs that the pruned model has."""
+        """True if blocks are calibrated on the inputs that the pruned model has."""
         return self.recipe.propagate and not self.model.architecture.adds
 
     @property
     def trains(self) -> bool:
-        """Whether blocks are trained."""
+        """True if blocks are trained."""
         return self.recipe.reconstruct > 0
 
     @property
     def sequential(self) -> bool:
-        """Whether a block depends on the blocks before it, so that the pruned model is run too."""
+        """True if a block depends on the blocks before it, so that the pruned model is run too."""
         return self.propagates or self.trains
 
     @property

@@ -110,7 +110,7 @@ class CalibrationText:
 
     @property
     def identity(self) -> JsonDict:
-        """What the windows depend on, JSON-ready; texts by digests of their content."""
+        """Facts on which the windows depend, JSON-ready; texts by digests of their content."""
         return {
             "calibration": source_digest(self.source),
             "tokenizer": tokenizer_digest(self.dense.folder),
