@@ -113,15 +113,8 @@ def _solve_in_sequence(
     cuts, rows = [], []
     written = {name: tensor.to(plan.written) for name, tensor in tensors.items()}
     for number, site in enumerate(block.sites):
-        sums = streams.site_sums(block, number)
-
-        def solved(site: Site = site, sums: ConsumerSums | None = sums) -> tuple[Cut, JsonDict]:
-            assert sums is not None
-            with naming(site.consumer):
-                gram, target = sums.statistics(tensors[site.weight])
-            return solve_site(site, tensors, gram, plan, target=target)
-
-        cut, row = parallel.lead(solved)
+        # No name for the sums here: they are freed before the next site is measured.
+        cut, row = parallel.lead(_fitted, site, tensors, streams.site_sums(block, number), plan)
         small = cut_block(tensors, [cut], plan.written)
         written |= {name: small[name] for name in site.tensors if name in small}
         if site is not block.sites[-1]:  # what is left of the layer is run by `advance`
@@ -129,6 +122,16 @@ def _solve_in_sequence(
         cuts.append(cut)
         rows.append(row)
     return _assembled(block, written, cuts, rows, plan)
+
+
+def _fitted(
+    site: Site, tensors: Mapping[str, Tensor], sums: ConsumerSums | None, plan: Plan
+) -> tuple[Cut, JsonDict]:
+    """Select and compensate a site towards the outputs that the hidden states want."""
+    assert sums is not None
+    with naming(site.consumer):
+        gram, target = sums.statistics(tensors[site.weight])
+    return solve_site(site, tensors, gram, plan, target=target)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from coec.methods.method import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
 from coec.models.description import Description
 from coec.planning.plan import Plan
+from coec.text.tokens import source_of
 from coec.types import SiteResult
 from outcomes import one_line
 
@@ -196,7 +197,7 @@ def test_what_was_given_survives_copies():
 @pytest.mark.parametrize("text", [np.ones((2, 2), bool), torch.rand(4, 32), iter(["one"])])
 def test_what_is_no_text_is_refused(text):
     with one_line(CalibrationError):
-        Recipe(calibration=text)
+        source_of(text, "text")
 
 
 def sliced(problem, *, ridge="auto"):

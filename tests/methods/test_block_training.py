@@ -13,6 +13,7 @@ from coec.methods.block_training import (
     train_block,
 )
 
+pytestmark = pytest.mark.unchecked  # many steps
 CPU = torch.device("cpu")
 H, LENGTH = 6, 64
 LONG = {"passes": 80, "rate": 0.1}

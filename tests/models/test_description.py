@@ -219,8 +219,8 @@ def test_phi3_with_a_factor_for_every_frequency_keeps_its_heads(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tm.raw_config("phi3", rope_scaling=scaling)))
     with pytest.raises(OptionError, match=r"not phi3: .*short_factor.*attention_sparsity = 0 "):
-        coec.plan(path, sparsity=0.5)
-    plan = coec.plan(path, sparsity=0.5, attention_sparsity=0)
+        coec.plan(path, sparsity=0.5, attention_sparsity=0.5)
+    plan = coec.plan(path, sparsity=0.5)
     assert (plan.pruned.kv_heads, plan.pruned.ffn) == (4, 20)
 
 

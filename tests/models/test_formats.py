@@ -63,7 +63,7 @@ def test_the_head_size_is_written_where_it_was_implied(variant):
     """Fewer heads on the same hidden size would imply another."""
     config = tm.raw_config(variant)
     del config["head_dim"]
-    plan = Plan.of(Description.of(config), Recipe(sparsity=0.3))
+    plan = Plan.of(Description.of(config), Recipe(preset="paper"))
     assert plan.output.config["head_dim"] == 4
     assert plan.pruned_shapes["model.layers.0.self_attn.q_proj.weight"] == (24, 32)
 
@@ -150,7 +150,8 @@ def test_biases_are_planned_only_where_something_goes():
     recipe = Recipe(sparsity=0.1, compensation="bias")
     plan = Plan.of(Description.of(tm.raw_config("llama")), recipe)
     assert "model.layers.0.mlp.down_proj.bias" in plan.pruned_shapes
-    wide = Plan.of(Description.of(tm.raw_config("llama", intermediate_size=1)), Recipe())
+    one = Description.of(tm.raw_config("llama", intermediate_size=1))
+    wide = Plan.of(one, Recipe(preset="paper", compensation="bias"))
     assert "model.layers.0.mlp.down_proj.bias" not in wide.pruned_shapes
 
 
@@ -164,7 +165,7 @@ def test_sizes_that_do_not_fit_are_named():
 
 def test_a_plan_from_a_folder_reads_no_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    plan = coec.plan(tmp_path, sparsity=0.3)
+    plan = coec.plan(tmp_path, preset="paper")
     assert read_config(tmp_path) == LLAMA_70B
     assert plan.output.model_type == "mistral"  # 48 heads do not divide 8192
     assert plan.seq_len == 2048

@@ -21,6 +21,13 @@ def dense(tmp_path_factory):
 def pruned(dense, tokens, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pruned") / "pruned"
     coec.prune(
-        dense, folder, calibration=tokens, samples=24, seq_len=32, preset="fast", propagate=False
+        dense,
+        folder,
+        calibration=tokens,
+        samples=24,
+        seq_len=32,
+        preset="fast",
+        propagate=False,
+        attention_sparsity=0.3,
     )
     return folder

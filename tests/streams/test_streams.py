@@ -411,7 +411,8 @@ def test_a_target_is_fitted_to_the_sums_of_all_parts(dense, factor, monkeypatch)
         total = part if total is None else (total.merge(part), total)[1]
     gram, target = total.statistics(W)
     inputs = w.sqrt()[:, None] * x
-    root = module.target_ridge(gram) * torch.eye(site.columns).to(x)
+    ridge = min(0.3, 9 * site.columns / gram.tokens)  # of every input's own energy
+    root = (ridge * gram.xx.diagonal()).sqrt().diag()
     wanted = torch.cat([w.sqrt()[:, None] * moved / factor, torch.zeros(len(root), 4).to(x)])
     change = torch.linalg.lstsq(torch.cat([inputs, root]), wanted).solution.T
     torch.testing.assert_close(target, W + change)

@@ -174,8 +174,7 @@ def _rounding(site: Site, share: float, width: int, of_unit: int) -> Iterator[st
         rounded = "tensor_parallel" if site.value is not None else "multiple_of"
         why = "is less than one" if by_fraction == site.units else f"is rounded up by {rounded}"
         yield f"nothing is removed at {site.kind}: {share:.4g} of {per_range:,} {units} {why}"
-    elif site.value is None and of_unit and width > by_fraction:
-        more = (width - by_fraction) * of_unit / 1e6
+    elif site.value is None and (more := (width - by_fraction) * of_unit / 1e6) >= 0.01:
         yield (
             f"{by_fraction:,} {units} are rounded up to {width:,}: {more:,.2f}M parameters more "
             "(multiple_of)"
