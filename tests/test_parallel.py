@@ -91,26 +91,36 @@ def killed(process, rank, folder, blocks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("blocks", [0, 1, 2])
-def test_a_process_that_is_killed_costs_one_block(rank, blocks, command, tmp_path):
-    """With restarts, `torchrun` goes on by itself; without, the same command does."""
+@pytest.mark.parametrize("blocks", range(5))
+def test_torchrun_starts_again_after_a_process_was_killed(rank, blocks, command, tmp_path):
+    five = tm.save(tm.tiny("llama", torch.float32, num_hidden_layers=5), tmp_path / "five")
+    flags = CASES["balanced"]
+    finished(command("one", flags, five))
+    process = started(command("again", flags, five), 2, "--max-restarts", "1")
+    assert killed(process, rank, tmp_path / "again", blocks)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    if blocks:
+        assert "of 5 blocks are done" in err
+    assert weights(tmp_path / "again") == weights(tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_same_command_goes_on_after_a_process_was_killed(rank, command, tmp_path):
+    """Also with another number of processes."""
     flags = CASES["balanced"]
     finished(command("one", flags))
-    for name, options in {"again": ("--max-restarts", "1"), "by hand": ()}.items():
-        process = started(command(name, flags), 2, *options)
-        assert killed(process, rank, tmp_path / name, blocks)
-        _, err = process.communicate(timeout=200)
-        if options:
-            assert process.returncode == 0, err
-        else:
-            assert process.returncode != 0
-            assert not (tmp_path / name).exists()
-            process = started(command(name, flags), 2)
-            _, err = process.communicate(timeout=200)
-            assert process.returncode == 0, err
-        if blocks:
-            assert f"resuming: {blocks} of 3 blocks are done" in err
-        assert weights(tmp_path / name) == weights(tmp_path / "one")
+    process = started(command("again", flags), 2)
+    assert killed(process, rank, tmp_path / "again", 1)
+    process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert not (tmp_path / "again").exists()
+    process = started(command("again", flags), 3 - rank)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert "of 3 blocks are done" in err
+    assert weights(tmp_path / "again") == weights(tmp_path / "one")
 
 
 @pytest.mark.slow
