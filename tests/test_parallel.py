@@ -21,7 +21,6 @@ CASES = {
     "balanced": ("--preset", "balanced"),
     "by block": ("--preset", "fast", "--by-block"),
     "drop blocks": ("--preset", "fast", "--drop-blocks", "1"),
-    "self": ("--preset", "fast", "--calibration", "self"),
 }
 """Flags of each kind of run, after the usual ones."""
 
@@ -66,8 +65,8 @@ def weights(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("case", "processes"),
-    [("fast", 2)] + [pytest.param(case, count, marks=pytest.mark.slow)
-                     for case in CASES for count in (2, 3) if (case, count) != ("fast", 2)],
+    [("fast", 2)] + [pytest.param(case, count, marks=pytest.mark.slow) for case, count in
+                     (("paper", 3), ("balanced", 2), ("by block", 3), ("drop blocks", 2))],
 )  # fmt: skip
 def test_any_number_of_processes_writes_the_same_weights(case, processes, command, tmp_path):
     finished(command("one", CASES[case]))
@@ -90,23 +89,19 @@ def killed(process, rank, folder, blocks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("blocks", range(5))
+@pytest.mark.parametrize(("rank", "blocks"), [(0, 0), (1, 2)])
 def test_torchrun_starts_again_after_a_process_was_killed(rank, blocks, command, tmp_path):
-    five = tm.save(tm.tiny("llama", torch.float32, num_hidden_layers=5), tmp_path / "five")
     flags = CASES["balanced"]
-    finished(command("one", flags, five))
-    process = started(command("again", flags, five), 2, "--max-restarts", "1")
+    finished(command("one", flags))
+    process = started(command("again", flags), 2, "--max-restarts", "1")
     assert killed(process, rank, tmp_path / "again", blocks)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    if blocks:
-        assert "of 5 blocks are done" in err
     assert weights(tmp_path / "again") == weights(tmp_path / "one")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0])
 def test_the_same_command_goes_on_after_a_process_was_killed(rank, command, tmp_path):
     """Also with another number of processes."""
     flags = CASES["balanced"]

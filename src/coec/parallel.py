@@ -60,7 +60,10 @@ def begun() -> Iterator[None]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("gloo", timeout=_PATIENCE)
+    store, number, count = next(dist.rendezvous("env://", timeout=_PATIENCE))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"coec {attempt}", store)  # no key of an attempt that was killed
+    dist.init_process_group("gloo", store=own, rank=number, world_size=count, timeout=_PATIENCE)
     try:
         yield
     finally:
