@@ -60,9 +60,11 @@ def begun() -> Iterator[None]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    store, number, count = next(dist.rendezvous("env://", timeout=_PATIENCE))
+    joining = dist.rendezvous("env://", timeout=_PATIENCE)  # type: ignore[attr-defined]
+    store, number, count = next(joining)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = dist.PrefixStore(f"coec {attempt}", store)  # no key of an attempt that was killed
+    # No key of an attempt that was killed
+    own = dist.PrefixStore(f"coec {attempt}", store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=own, rank=number, world_size=count, timeout=_PATIENCE)
     try:
         yield
