@@ -170,6 +170,11 @@ class Recipe(Settings):
         return None if self.multiple_of == "auto" else int(self.multiple_of)
 
     @property
+    def own(self) -> bool:
+        """True if the dense model writes the text."""
+        return isinstance(self.calibration, str) and self.calibration == "self"
+
+    @property
     def sequential(self) -> bool:
         """True if a block depends on the blocks before it."""
         return self.propagate or self.reconstruct > 0

@@ -10,8 +10,6 @@ from coec.errors import OptionError
 
 PassDtypeName = Literal["float32", "bfloat16"]
 DEFAULT_TOKENS = 10_000_000
-KNOWN_GAIN = "100,000 tokens took 13 % off the KL of SmolLM2-135M"
-"""What training gave on a real model, from `fast` by block at 30 % (docs/RECOVER.md)."""
 _MOST_WINDOWS, _LEAST_STEPS = 8, 500
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 

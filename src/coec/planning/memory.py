@@ -61,15 +61,13 @@ class Memory:
 def memory(plan: Plan) -> list[Memory]:
     """Estimate what is in memory at every moment of a run that could be its fullest."""
     sizes, on_gpu = _sizes(plan), plan.device.type != "cpu"
-    text = plan.recipe.calibration
-    sampled = isinstance(text, str) and text == "self"
     host = {"program", "text", "states of allocation", "states without a block", "shard"}
     if plan.home.type == "cpu":
         host.add("hidden states")
     block = ("block's weights", "hidden states", "copies")
     moments = {
         "reading text": ("text",),
-        "sampling text": ("whole model",) if sampled else (),
+        "sampling text": ("whole model",) if plan.recipe.own else (),
         "choosing blocks": ("block's weights", "states without a block", "logits"),
         "allocating": (
             "block's weights", "states of allocation", "copies", "forward pass", "statistics",

@@ -84,7 +84,7 @@ class CalibrationText:
         seq_len = resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN)
         text = source_of(recipe.calibration, recipe.text_column)
         sources = shares(text, recipe.samples)
-        if isinstance(text, str) and text == "self":
+        if recipe.own:
             load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
             return cls(dense, recipe, text, [])
         streams = [
