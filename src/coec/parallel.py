@@ -180,12 +180,9 @@ def sum_to(to: int, parts: Iterable[Any]) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a value whose pickle can be read on a machine with other devices."""
-    return value if not torch.cuda.is_available() else pickle.loads(_pickled(value))
-
-
-def _pickled(value: Any) -> bytes:
-    """Pickle a value, its tensors as those of the CPU."""
+    """Return a value whose tensors are those of the CPU, which any machine can read."""
+    if not torch.cuda.is_available():
+        return value
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, item: Any) -> Any:
@@ -195,17 +192,17 @@ def _pickled(value: Any) -> bytes:
 
     buffer = io.BytesIO()
     Pickler(buffer, 5).dump(value)
-    return buffer.getvalue()
+    return pickle.loads(buffer.getvalue())
 
 
 def _send(value: Any, to: int) -> None:
-    dist.send_object_list([_pickled(value)], to)
+    dist.send_object_list([_on_cpu(value)], to)
 
 
 def _receive(source: int) -> Any:
     received: list[Any] = [None]
     dist.recv_object_list(received, source)
-    return pickle.loads(received[0])
+    return received[0]
 
 
 def _broadcast(values: list[Any], source: int) -> list[Any]:
