@@ -1,6 +1,7 @@
 """Prune a model: a dense checkpoint in, a smaller dense one out, one block in memory at a time."""
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def prune(
         parallel.agree({"model": dense.fingerprint, **versions()})
         parallel.lead(check_output, out, dense.folder, force or unfinished(out))
         plan = placed(Plan.of(dense, recipe, _kept(recipe, dense)))
-        dense = dense.counted_in("heads" if plan.model.layout.kinds[0].groups else "groups")
+        dense = replace(dense, layout=plan.model.layout)  # in the plan's units of attention
         text = CalibrationText.read(dense, recipe, progress)
         with Checkpoint.open(
             out, plan, dense, text.identity, force=force, restart=restart

@@ -86,8 +86,9 @@ def prune_command(
 ) -> None:
     """Prune MODEL and write the smaller dense model to OUT.
 
-    If a run is killed, repeat the command: it resumes at the first missing block. On several GPUs
-    or machines: torchrun --nproc-per-node N -m coec prune …
+    If a run is killed, repeat the command: it resumes at the first missing block.
+
+    On several GPUs or machines: torchrun --nproc-per-node N -m coec prune …
     """
     common.check_out(out, flags)  # before anything is imported that takes seconds
     common.quieten()

@@ -167,9 +167,8 @@ class Plan:
             )
         given = "attention_sparsity" in self.recipe.model_fields_set
         # Attention stays whole if the budget can be met so → the same fraction of both
-        ways = [self.recipe.attention_sparsity is None] if given else [
-            *([False] if self.recipe.attention_sparsity is not None else []), True
-        ]  # fmt: skip
+        alike = self.recipe.attention_sparsity is None
+        ways = [alike] if given or alike else [False, True]
         plan = self
         while True:
             # Parameters to remove → shares of units → widths → format, until its own fit too
