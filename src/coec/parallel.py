@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from operator import call
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,6 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 _PATIENCE = timedelta(hours=24)
 """Time that a process waits for another one, which may solve a block or read a text meanwhile."""
-
-
-class Sum(Protocol):
-    """Sums that can be added to others of their kind."""
-
-    def merge(self, other: Any) -> None:
-        """Add other sums."""
 
 
 def rank() -> int:

@@ -37,12 +37,7 @@ def plan(model: str | Path | Description, **settings: Any) -> Plan:
         CoecError: the model or a setting cannot be used.
     """
     recipe, described = Recipe(**settings), Description.read(model)
-    return Plan.of(described, recipe, _kept(recipe, model))
-
-
-def _kept(recipe: Recipe, model: str | Path | Description) -> KeptUnits | None:
-    """Return the units that a recipe names; a model that another program pruned is matched."""
-    return None if recipe.kept is None else KeptUnits.named(recipe.kept, model)
+    return Plan.of(described, recipe, KeptUnits.named(recipe.kept, model))
 
 
 def prune(
@@ -84,7 +79,7 @@ def prune(
         dense = Dense.open(model)
         parallel.agree({"model": dense.fingerprint, **versions()})
         parallel.lead(check_output, out, dense.folder, force or unfinished(out))
-        plan = placed(Plan.of(dense, recipe, _kept(recipe, dense)))
+        plan = placed(Plan.of(dense, recipe, KeptUnits.named(recipe.kept, dense)))
         dense = replace(dense, layout=plan.model.layout)  # in the plan's units of attention
         text = CalibrationText.read(dense, recipe, progress)
         with Checkpoint.open(

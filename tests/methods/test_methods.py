@@ -86,6 +86,16 @@ def needy(problem, *, factor: float):
     return SiteResult(factor * bare(problem))
 
 
+def test_an_option_without_a_default_must_be_given(dense):
+    for attempt in (
+        lambda: coec.compensate(*case(), method=needy),
+        lambda: coec.plan(dense, compensation=needy),
+    ):
+        with pytest.raises(OptionError, match="factor must be given"):
+            attempt()
+    assert Recipe(compensation=needy, factor=2).record()["options"] == {"factor": 2}
+
+
 @dataclass
 class Halved:
     """Callable, and without a hash."""
@@ -94,6 +104,11 @@ class Halved:
 
     def __call__(self, problem):
         return SiteResult(self.factor * bare(problem))
+
+
+def test_any_callable_is_a_method():
+    W, gram, kept = case()
+    assert torch.equal(coec.compensate(W, gram, kept, method=Halved()).weight, 0.5 * W[:, kept])
 
 
 def bare(problem):

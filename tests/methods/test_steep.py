@@ -13,9 +13,6 @@ from coec.types import Gram, KeptSet, SiteResult
 
 pytestmark = pytest.mark.unchecked  # whole solves
 
-AGAIN = "float32 has too few digits here"
-
-
 CHANNELS, OUTPUTS, KEPT, VALUES = 96, 48, 67, 16
 LARGE = [3, 40]
 

@@ -146,6 +146,8 @@ def _one_line(error: ValidationError, names: Iterable[str]) -> str:
     name = str(place[0])
     if errors[0]["type"] == "extra_forbidden":
         return f"unknown setting '{name}'{did_you_mean(name, names)}"
+    if errors[0]["type"] == "missing":
+        return f"{name} must be given"
     # A union has an error for each of its members.
     wanted = [
         re.sub(r"^(Value error, |\w+ should )", "", item["msg"])

@@ -159,13 +159,6 @@ def _attention_units(path: Path) -> Literal["groups", "heads"] | None:
     return counted if counted in ("groups", "heads") else None
 
 
-def named(kept: Any) -> str | None:
-    """Return the name of kept units in records, read or not; None for none."""
-    if isinstance(kept, KeptUnits):
-        return kept.source
-    return None if kept is None else MAPPING if isinstance(kept, Mapping) else str(kept)
-
-
 def _content(path: Path) -> Mapping[str, Any]:
     """Return the content of a file, or of the one in a folder that coec wrote."""
     folder = isdir(path)
