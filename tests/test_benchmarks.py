@@ -80,8 +80,7 @@ def test_the_least_seconds_of_a_block_are_counted_as_a_gpu_takes_it(tmp_path, mo
     forward = 2 * BLOCK_PARAMETERS * tokens / 783e12
     assert 1 < paper["passes"] / forward < 1.3  # the dense model, with its attention
     assert 2.6 < fast["passes"] / forward < 3.4  # twice, and the pruned one
-    assert paper["eigenpairs"] > fast.get("eigenpairs", 0)
-    assert paper["polar factors and SVDs"] > 0
+    assert paper["decompositions"] > fast.get("decompositions", 0)
     grams = (14_336**2 + 4096**2) * 2 * tokens / 783e12
     assert paper["sums"] == pytest.approx(grams, rel=0.01)
     states = 3 * tokens * 4096 * 2  # bfloat16

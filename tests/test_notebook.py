@@ -22,10 +22,10 @@ def test_the_quickstart_runs(tmp_path, monkeypatch, capsys):
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
     said = capsys.readouterr().out
-    assert "3,049,920 → 2,331,072 parameters" in said
+    assert "3,049,920 → 2,496,960 parameters" in said
     assert names["validation"]["after"] < names["validation"]["before"]
     assert [line.partition(":")[0] for line in said.splitlines() if ": " in line][-3:] == [
         "dense", "pruned", "recovered",
     ]  # fmt: skip
     assert len(names["axes"].lines) == 4
-    assert Dense.open(tmp_path / "quickstart-output/recovered").parameters == 2_331_072
+    assert Dense.open(tmp_path / "quickstart-output/recovered").parameters == 2_496_960

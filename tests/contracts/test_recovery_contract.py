@@ -28,7 +28,10 @@ def pruned(tmp_path_factory):
             if not dense.exists():
                 tm.save(tm.tiny(variant, torch.float32), dense)
             folder = root / f"pruned-{len(made)}"
-            coec.prune(dense, folder, calibration=tokens, **SETTINGS, **settings)
+            # Attention loses units too where it can, so that there is something to recover.
+            whole = Dense.open(dense).architecture.attention_kept
+            lost = {} if whole else {"attention_sparsity": 0.3}
+            coec.prune(dense, folder, calibration=tokens, **SETTINGS | lost | settings)
             made[key] = dense, folder
         return (*made[key], tokens)
 
@@ -52,7 +55,7 @@ def check(dense, start, text, out, **settings):
 @pytest.mark.parametrize("variant", tm.VARIANTS)
 def test_every_architecture(variant, pruned, tmp_path):
     # Two windows do not show there what two steps gain.
-    more = {"tokens": 2048} if variant in ("starcoder2", "qwen2", "mixtral") else {}
+    more = {"tokens": 2048} if variant in ("starcoder2", "qwen2") else {}
     check(*pruned(variant), tmp_path / "out", **more)
 
 

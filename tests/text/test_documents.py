@@ -51,12 +51,9 @@ def test_documents_are_the_file_that_says_the_same(kind, dense, texts, tmp_path)
 
 
 @pytest.mark.slow
-def test_statistics_and_training_take_them_too(dense, texts, tmp_path):
+def test_a_training_takes_them_too(dense, texts, tmp_path):
     parts, file = texts
-    collected = {key: value for key, value in PRUNING.items() if key in ("samples", "seq_len")}
-    coec.collect(dense, tmp_path / "sums", calibration=parts, **collected)
-    settings = {"preset": "fast", "sparsity": 0.3}
-    coec.prune(dense, tmp_path / "out", statistics=tmp_path / "sums", **settings)
+    coec.prune(dense, tmp_path / "out", calibration=parts, **PRUNING)
     training = {"tokens": 512, "seq_len": 16, "learning_rate": 1e-3}
     given, same = (
         coec.recover(dense, tmp_path / "out", tmp_path / name, text=text, **training)
@@ -69,7 +66,7 @@ def test_statistics_and_training_take_them_too(dense, texts, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_same_documents_only(dense, texts, tmp_path, monkeypatch):
     parts, _ = texts
-    out, settings = tmp_path / "out", PRUNING | {"preset": "paper", "rounds": 1}
+    out, settings = tmp_path / "out", PRUNING | {"preset": "paper", "rotation": "left"}
     interrupt(monkeypatch, coec.prune, dense, out, calibration=parts, **settings)
     with pytest.raises(UnfinishedError, match="calibration"):
         coec.prune(dense, out, calibration=parts[:-1], **settings)

@@ -183,9 +183,10 @@ class Recipe(Settings):
         """Return all settings but some by name, ready for JSON; a function by its own name."""
         chosen = {name: getattr(self, name) for name in self.own_functions}
         names = {n: getattr(value, "name", None) or called(value) for n, value in chosen.items()}
-        for name in ("calibration", "kept"):
-            if (value := getattr(self, name)) is not None and not isinstance(value, str):
-                names[name] = called(value).lower()
+        if not isinstance(self.calibration, str):
+            names["calibration"] = "tensor" if hasattr(self.calibration, "dtype") else "documents"
+        if self.kept is not None and not isinstance(self.kept, str):
+            names["kept"] = called(self.kept).lower()
         return super().record(*without, *names) | names
 
     @property

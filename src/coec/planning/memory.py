@@ -207,7 +207,7 @@ def _training(plan: Plan) -> int:
 def _text_bytes(source: Any) -> int:
     """Estimate the memory that reading one source takes; sources of a mixture are read in turn."""
     if not isinstance(source, str):  # token ids, or documents
-        return 0 if hasattr(source, "shape") else _CHARACTER_BYTES * LONG_TEXT
+        return 0 if hasattr(source, "dtype") else _CHARACTER_BYTES * LONG_TEXT
     if source == "self":
         return 0
     path = Path(source)
