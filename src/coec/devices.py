@@ -1,6 +1,5 @@
 """Devices: dtypes, products, free memory and its peak, and the versions that computed a result."""
 
-import contextlib
 import ctypes
 import functools
 import platform
@@ -191,28 +190,6 @@ def _of_process() -> int | None:
 def resident_bytes() -> int:
     """Memory that this process takes by now: the interpreter, torch and the other libraries."""
     return psutil.Process().memory_info().rss
-
-
-def reset_peak(device: torch.device) -> None:
-    """Begin to measure the peak memory of a piece of work."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):  # without it the peak is the process's
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
-
-
-def peak(device: torch.device) -> int | None:
-    """Return the most bytes allocated on a GPU, or resident on a CPU, since `reset_peak`.
-
-    None where they are unknown: psutil has no peak that can be reset.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if not sys.platform.startswith("linux"):
-        return None
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("VmHWM:")), None)
 
 
 def hand_back() -> None:

@@ -135,13 +135,19 @@ def test_what_appears_during_the_run_is_never_replaced(force, tmp_path):
     assert (tmp_path / "out.partial").exists() == force
 
 
+def tidy(out):
+    """What the next run into a folder does with what a killed one left."""
+    with module.claimed(out):
+        module.empty(module.partial_of(out))
+
+
 def test_of_two_runs_into_one_folder_the_second_is_refused(tmp_path):
     out = tmp_path / "out"
     with new_folder(out) as folder:
         fill(folder)
         refused("another run is writing", new_folder(out))
         with pytest.raises(OutputError, match="another run is writing"):
-            module.remove_leftovers(tmp_path)
+            tidy(out)
     assert listing(tmp_path) == WHOLE
     refused("is not empty", new_folder(out))
 
@@ -165,7 +171,7 @@ def test_a_model_whose_replacement_was_killed_comes_back(old, tmp_path):
     child = subprocess.run([sys.executable, "-c", CHILD, old], env=environment)
     assert child.returncode == -signal.SIGKILL
     assert not old.exists()
-    module.remove_leftovers(tmp_path)
+    tidy(old)
     assert (old / "model.safetensors").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
@@ -184,7 +190,7 @@ def test_a_folder_named_like_ours_is_not_emptied_without_our_lock(name, tmp_path
     mine.write_text("mine")
     refused(f"holds '{name}'", new_folder(tmp_path / "out"))
     with pytest.raises(OutputError, match=f"holds '{name}'"):
-        module.remove_leftovers(tmp_path)
+        tidy(tmp_path / "out")
     assert mine.read_text() == "mine"
 
 

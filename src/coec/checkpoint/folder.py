@@ -217,13 +217,6 @@ def writing(out: Path) -> Iterator[None]:
         raise OutputError(f"could not write '{out}': {error}{advice}") from error
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the `.partial` folders that killed runs left in `folder`."""
-    for partial in folder.glob("*.partial"):
-        with claimed(partial.resolve().with_suffix("")):
-            empty(partial)
-
-
 def clear_remains(out: Path) -> None:
     """Remove an `OUT.partial/` without a journal: its run was killed while it tidied up."""
     partial = partial_of(out)
