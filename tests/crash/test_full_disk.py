@@ -49,4 +49,4 @@ def test_a_disk_that_fills_up_at_boundaries(name, disk, place, undisturbed):
         _fills_up(here, wanted, at)
         for at in spread(len(answer["events"]), 6 if name == "recover" else RUNS)
     ]
-    assert 2 * sum(refused) >= len(refused)  # it did fill up
+    assert 3 * sum(refused) >= len(refused)  # a full disk matters until the last byte is written

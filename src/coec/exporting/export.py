@@ -7,7 +7,7 @@ and written one at a time.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from coec.checkpoint.folder import appearing, check_file, check_space, path_of
+from coec.checkpoint.folder import appearing, check_file, check_space, clear_remains, path_of, resolved
 from coec.errors import OptionError, OutputError, check_installed
 from coec.events import Progress, recording
 from coec.exporting import GGUF_DTYPES
@@ -83,6 +83,7 @@ def export(
     if path.suffix != _SUFFIX:
         raise OutputError(f"the output must be a file whose name ends in {_SUFFIX}, got '{out}'")
     check_installed("writing GGUF files", "'coec[gguf]'", "gguf")
+    clear_remains(resolved(path))
     check_file(path, _MAGIC, force)
     # These modules need the package, so they are imported only now.
     from coec.exporting.content import ExportPlan, write
