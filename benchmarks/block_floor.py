@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_map_only
 
 import coec.devices
 import coec.linalg.decompose
-import coec.sizes
 import coec.solve
 import coec.types
 from benchmarks import record, two_blocks
@@ -145,7 +144,7 @@ def as_on_a_gpu(count: Count, tokens_at_once: int) -> Iterator[None]:
             (coec.types, "widens", widens),
             (coec.types, "summed_products", summed_products),
             (coec.streams.streams, "summed_products", summed_products),
-            (coec.sizes, "TOKENS_PER_BATCH", tokens_at_once),
+            (coec.devices, "TOKENS_PER_BATCH", tokens_at_once),
         ):
             stack.enter_context(mock.patch.object(module, name, other))
         yield

@@ -150,7 +150,7 @@ def moving(work: Path, device: str, scale: float, samples: int) -> dict[str, flo
             room = 0.0 if run == "on the host" else 0.8
             with (
                 mock.patch("coec.planning.memory._ROOM_FOR_STATES", room),
-                mock.patch("coec.sizes.NUMBERS_PER_BATCH", 2**23),  # many batches
+                mock.patch("coec.devices.NUMBERS_PER_BATCH", 2**23),  # many batches
                 mock.patch("coec.pruning.Streams", wraps=Streams) as made_streams,
                 sdpa_kernel(SDPBackend.MATH),  # the others' derivatives differ from run to run
             ):

@@ -263,9 +263,9 @@ def test_memory_that_runs_out_is_one_line(dense, run, monkeypatch):
         (raising(cuda), f"{advice}, or use --device cpu (CUDA out of memory.)\n"),
         (lambda *_, **__: torch.empty(10**15), f"{advice}\n"),
     ):
-        monkeypatch.setattr("coec.evaluation.perplexity.perplexity", measured)
+        monkeypatch.setattr("coec.evaluation.perplexity", measured)
         assert run("eval", dense) == (1, "", said)
-    monkeypatch.setattr("coec.evaluation.perplexity.perplexity", raising(bug))
+    monkeypatch.setattr("coec.evaluation.perplexity", raising(bug))
     with pytest.raises(RuntimeError, match="a bug"):
         run("eval", dense)
 

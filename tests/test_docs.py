@@ -8,8 +8,8 @@ import pytest
 
 import coec
 from coec.cli.commands import COMMANDS, command_of
+from coec.config import described
 from coec.config.recipe import OPTIONS_OF, Recipe
-from coec.config.settings import described
 from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
 from coec.models.architectures import ARCHITECTURES

@@ -9,8 +9,8 @@ Tests compare the documents with what these commands print.
 import argparse
 from typing import Any
 
+from coec.config import Described, described, shown
 from coec.config.recipe import PRESETS, CoecOptions, Recipe, RidgeOptions
-from coec.config.settings import Described, described, shown
 from coec.models.architectures import packaged
 from coec.models.formats import LOADERS
 

@@ -13,7 +13,7 @@ from coec.version import __version__ as __version__
 if TYPE_CHECKING:
     from coec.checkpoint.report import Report
     from coec.config.recipe import Recipe
-    from coec.evaluation.perplexity import perplexity
+    from coec.evaluation import perplexity
     from coec.exporting.export import Export, export
     from coec.methods import Method, compensate
     from coec.planning.plan import Plan
@@ -25,7 +25,7 @@ _MODULES = {
     "coec.checkpoint.report": ("Report",),
     "coec.methods": ("Method", "compensate"),
     "coec.config.recipe": ("Recipe",),
-    "coec.evaluation.perplexity": ("perplexity",),
+    "coec.evaluation": ("perplexity",),
     "coec.exporting.export": ("Export", "export"),
     "coec.planning.plan": ("Plan",),
     "coec.pruning": ("plan", "prune"),

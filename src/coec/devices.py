@@ -33,6 +33,16 @@ _ROWS, _CPU_ROWS = 4096, 1024
 """Rows of the square matrices whose product is timed, which takes a fraction of a second."""
 _PARTS = 3
 """Numbers of bfloat16, of 8 binary digits each, whose sum is any number of float32, of 24."""
+AHEAD = 2
+"""Batches whose work may be going on when the next is copied to a GPU."""
+LOGITS_PER_PASS = 2**24
+"""Logits held at once."""
+TOKENS_PER_BATCH = 8192
+"""Tokens that are run at once on a CPU."""
+NUMBERS_PER_BATCH = 2**25
+"""Numbers of the hidden states that are run at once on a GPU: 8192 tokens of a hidden size of 4096.
+More of a narrow model, whose kernels take longer to launch than to run: up to eight times as many.
+"""
 _NO_LIMIT = 2**60
 """Bytes from which a control group's limit stands for no limit."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -87,6 +97,13 @@ def choose_solve_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cpu" or double_rate(device) >= USEFUL:
         return torch.float64
     return torch.float32
+
+
+def tokens_per_batch(device: torch.device, hidden: int) -> int:
+    """Return how many tokens of a hidden size are run at once."""
+    if device.type == "cpu":
+        return TOKENS_PER_BATCH
+    return min(NUMBERS_PER_BATCH // hidden, 8 * TOKENS_PER_BATCH)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from coec.devices import versions
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.planning.kept import KeptUnits
+from coec.planning.kept import is_foreign
 from coec.planning.memory import placed
 from coec.planning.plan import Plan
 from coec.solve import solve
@@ -36,8 +36,10 @@ def plan(model: str | Path | Description, **settings: Any) -> Plan:
     Raises:
         CoecError: the model or a setting cannot be used.
     """
-    recipe, described = Recipe(**settings), Description.read(model)
-    return Plan.of(described, recipe, KeptUnits.named(recipe.kept, model))
+    recipe = Recipe(**settings)
+    if is_foreign(recipe.kept) and not isinstance(model, Description):
+        model = Dense.open(model)  # whose weights tell which units are left
+    return Plan.of(Description.read(model), recipe)
 
 
 def prune(
@@ -79,7 +81,7 @@ def prune(
         dense = Dense.open(model)
         parallel.agree({"model": dense.fingerprint, **versions()})
         parallel.lead(check_output, out, dense.folder, force or unfinished(out))
-        plan = placed(Plan.of(dense, recipe, KeptUnits.named(recipe.kept, dense)))
+        plan = placed(Plan.of(dense, recipe))
         dense = replace(dense, layout=plan.model.layout)  # in the plan's units of attention
         text = CalibrationText.read(dense, recipe, progress)
         with Checkpoint.open(

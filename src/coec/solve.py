@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coec import parallel
-from coec.config.settings import nth_seed
+from coec.config import nth_seed
 from coec.devices import hand_back
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import NonNegativeFloat, model_validator
 
-from coec.config.settings import Settings, described, setting
+from coec.config import Settings, described, setting
 from coec.errors import OptionError
 
 PRESETS = {"paper": {"samples": 64}, "fast": {"ridge": "auto"}}

@@ -9,7 +9,7 @@ from pydantic import NonNegativeFloat
 from typer.testing import CliRunner
 
 from coec.cli import flags
-from coec.config.settings import Settings, setting
+from coec.config import Settings, setting
 from coec.errors import OptionError
 
 

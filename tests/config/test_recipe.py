@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tiny_models as tm
+from coec.config import described
 from coec.config.recipe import OPTIONS_OF, PRESETS, Recipe, memory_size, parameter_count
-from coec.config.settings import described
 from coec.devices import DTYPES
 from coec.errors import CalibrationError, OptionError
 from coec.methods.method import COMPENSATIONS

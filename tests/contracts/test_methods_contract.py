@@ -8,7 +8,7 @@ import torch
 
 import coec
 import problems
-from coec.config.settings import described
+from coec.config import described
 from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS, column_scores
 from coec.types import Gram

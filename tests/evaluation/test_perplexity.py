@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional as F
 
 import coec
+import coec.evaluation as module
 import tiny_models as tm
 from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
-from coec.evaluation import perplexity as module
 from outcomes import one_line
 
 

@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 
 import coec
+import coec.evaluation as module
 import tiny_models as tm
 from coec.config.evaluation import TextEvaluation
 from coec.errors import OptionError
-from coec.evaluation import perplexity as module
 from coec.models.dense import Dense
 
 SEQ_LEN = 16

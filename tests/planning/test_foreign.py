@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 import coec
 import tiny_models as tm
-from coec import pruning
 from coec.errors import ModelError, OptionError, OutputError
 from coec.models.matching import RawCheckpoint
 from coec.planning.kept import KEPT, KeptUnits, infer_kept
@@ -162,7 +161,7 @@ def test_a_model_of_another_kind(dense, cut, tmp_path):
 def test_settings_and_the_folder_are_checked_before_a_weight_is_read(
     dense, cut, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pruning.KeptUnits, "named", None)
+    monkeypatch.setattr(KeptUnits, "named", None)
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine.txt").write_text("")
     with pytest.raises(OutputError, match="out"):

@@ -9,15 +9,13 @@ from coec.errors import OptionError
 from coec.methods.selection import kept_count
 from coec.models.description import Description
 from coec.models.layout import QUANTISED_COLUMNS
-from coec.planning.kept import KeptUnits
 from coec.planning.plan import Plan
 from paper_models import LLAMA_8B, LLAMA_70B, QWEN_7B
 
 
 def plan(config=None, **settings):
     recipe = Recipe(**{"preset": "paper", **settings})
-    kept = KeptUnits.named(recipe.kept)
-    return Plan.of(Description.of(config or tm.raw_config()), recipe, kept)
+    return Plan.of(Description.of(config or tm.raw_config()), recipe)
 
 
 def widths(config=None, **settings):

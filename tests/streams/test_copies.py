@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from coec.sizes import AHEAD
+from coec.devices import AHEAD
 from coec.streams.layers import Copies, Layers
 
 BATCHES = 12

@@ -15,7 +15,7 @@ from coec.config.recipe import Recipe
 from coec.errors import OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
-from coec.models.fewer_blocks import renumbered, without_blocks
+from coec.models.formats import renumbered, without_blocks
 from coec.planning.plan import Plan
 from coec.streams.importances import choose_blocks
 from coec.types import KeptSet

@@ -13,8 +13,8 @@ from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
 from coec.models.dense import Dense
 from coec.models.description import Description
+from coec.planning.memory import window_bytes
 from coec.planning.plan import Plan
-from coec.sizes import window_bytes
 from coec.streams import self_text as module
 from coec.streams.self_text import sample_from_model, windows_that_fit
 from coec.streams.windows import CalibrationText

@@ -5,8 +5,8 @@ import torch
 
 import coec
 import tiny_models as tm
+from coec.config import nth_seed
 from coec.config.recipe import Recipe
-from coec.config.settings import nth_seed
 from coec.errors import CalibrationError
 from coec.models.dense import Dense
 from coec.streams.windows import CalibrationText

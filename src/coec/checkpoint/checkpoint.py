@@ -26,7 +26,6 @@ from coec.devices import computed_by, dtype_name, environment
 from coec.events import RESUMING, Progress, record
 from coec.models import non_uniform
 from coec.models.dense import Dense
-from coec.models.fewer_blocks import renumbered, without_blocks
 from coec.models.files import (
     FLOAT_DTYPES,
     INDEX,
@@ -37,6 +36,7 @@ from coec.models.files import (
     write_tensors,
 )
 from coec.models.folder import CONFIG, carried_files, carry_files
+from coec.models.formats import without_blocks
 from coec.models.layout import BlockLayout
 from coec.planning.kept import KEPT
 from coec.planning.memory import disk
@@ -150,11 +150,7 @@ class Checkpoint:
         self.plan, dense = plan, self._dense
         # Names in files → names in the language model alone; and the tensors that are around it
         stored = dense.around.stored if dense.around else str
-        self._names = {
-            stored(written): name
-            for name in plan.pruned_shapes
-            if (written := renumbered(name, plan.dropped)) is not None
-        }
+        self._names = {stored(written): name for written, name in plan.stored_names.items()}
         state = {
             whole: torch.empty(plan.pruned_shapes[name], dtype=plan.written, device="meta")
             for whole, name in self._names.items()

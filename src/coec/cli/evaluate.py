@@ -9,7 +9,7 @@ from coec.cli.progress import showing_progress
 from coec.config.evaluation import TextEvaluation
 
 if TYPE_CHECKING:
-    from coec.evaluation.perplexity import Perplexity
+    from coec.evaluation import Perplexity
 
 _FLAGS = (
     Flag(
@@ -37,7 +37,7 @@ def eval_command(
 
     settings = given(flags, (flag.name for flag in _FLAGS))
     with showing_progress(flags["quiet"]) as advance:
-        result = perplexity.perplexity(model, progress=advance, **settings)
+        result = perplexity(model, progress=advance, **settings)
     if result.same_text_as_calibration:
         common.notes.print("note: evaluated on the text it was calibrated on")
     common.show(result.as_dict(), _lines(result), flags["json"])

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 
-from coec.config.settings import Described, Settings, described
+from coec.config import Described, Settings, described
 from coec.errors import OptionError, did_you_mean, first_line
 
 Values: TypeAlias = dict[str, Any]

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from coec.cli.common import JSON, show
 from coec.cli.flags import with_flags
+from coec.config import described, shown
 from coec.config.recipe import PRESETS
-from coec.config.settings import described, shown
 
 
 @with_flags(JSON)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from coec.config.settings import DtypeName, Settings, setting
+from coec.config import DtypeName, Settings, setting
 
 
 class TextEvaluation(Settings):

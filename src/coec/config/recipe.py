@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, field_validator, model_validator
 
-from coec.config.settings import DtypeName, Settings, called, setting, without_effect
+from coec.config import DtypeName, Settings, called, setting, without_effect
 from coec.errors import OptionError
 
 SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "magnitude", "random"]

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from coec.config.settings import Settings, setting
+from coec.config import Settings, setting
 from coec.errors import OptionError
 
 PassDtypeName = Literal["float32", "bfloat16"]

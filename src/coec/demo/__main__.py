@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from coec import CoecError
 from coec.cli.common import quieten, results, table
 from coec.cli.progress import showing_progress
-from coec.evaluation.perplexity import perplexity
+from coec.evaluation import perplexity
 from coec.pruning import prune
 from coec.streams.self_text import sample_from_model
 from coec.text.tokens import load_tokenizer

@@ -7,7 +7,14 @@ and written one at a time.
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from coec.checkpoint.folder import appearing, check_file, check_space, clear_remains, path_of, resolved
+from coec.checkpoint.folder import (
+    appearing,
+    check_file,
+    check_space,
+    clear_remains,
+    path_of,
+    resolved,
+)
 from coec.errors import OptionError, OutputError, check_installed
 from coec.events import Progress, recording
 from coec.exporting import GGUF_DTYPES

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import create_model
 
+from coec.config import called, without_effect
 from coec.config.recipe import CoecOptions, Options, RidgeOptions
-from coec.config.settings import called, without_effect
 from coec.errors import OptionError, did_you_mean
 from coec.methods.closed_form import bias, least_squares, none, rcpu, ridge_to_slice
 from coec.methods.coec import coec

@@ -111,9 +111,11 @@ class Description:
 
     def counted_in(self: _Model, units: Literal["groups", "heads"]) -> _Model:
         """Return the model with KV groups, or query heads, as the units of its attention."""
-        blocks = self.architecture.blocks
-        layout = blocks.layout(self.shape, self.shapes, heads=units == "heads")
-        return self if layout == self.layout else replace(self, layout=layout)
+        heads = units == "heads"
+        if heads == any(site.groups for site in self.layout.sites):
+            return self
+        layout = self.architecture.blocks.layout(self.shape, self.shapes, heads=heads)
+        return replace(self, layout=layout)
 
     @property
     def parameters(self) -> int:

@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from coec.errors import ModelError, first_line
 from coec.models import non_uniform
 from coec.models.files import JsonDict, check_fetched, check_merged, parse_json, sha256
+from coec.models.layout import BLOCK_WIDTHS
 
 CONFIG = "config.json"
 REPORT = "coec.json"
@@ -120,7 +121,7 @@ def read_config(model: Path) -> JsonDict:
         raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     if not isinstance(config, dict):
         raise ModelError(f"'{path}' holds no JSON object")
-    return non_uniform.as_read(config)
+    return non_uniform.as_read(config) if BLOCK_WIDTHS in config else config
 
 
 def _reason(error: Exception) -> str:

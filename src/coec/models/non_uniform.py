@@ -133,9 +133,7 @@ def as_written(config: JsonDict) -> JsonDict:
 
 def as_read(config: JsonDict) -> JsonDict:
     """The configuration with the stock class's model type: the inverse of `as_written`."""
-    name = config.get("model_type")
-    if BLOCK_WIDTHS not in config or not isinstance(name, str):
-        return config
+    name = str(config.get("model_type"))
     return config | {"model_type": NAS_STOCK if name == NAS else name.removeprefix(_TYPE)}
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from coec.config import without_effect
 from coec.config.recipe import Recipe
-from coec.config.settings import without_effect
 from coec.errors import OptionError
 from coec.methods import Method, compensate
 from coec.methods.selection import SELECTIONS, column_scores, kept_count

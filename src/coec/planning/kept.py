@@ -34,6 +34,11 @@ WANTED = (
 )
 
 
+def is_foreign(kept: Any) -> bool:
+    """Return whether the setting `kept` names a folder that another program pruned."""
+    return isinstance(kept, str) and isdir(kept) and not (Path(kept) / KEPT).exists()
+
+
 @dataclass(frozen=True)
 class KeptUnits:
     """Units that stay because the user names them, at some sites or all: checked and sorted.
@@ -56,15 +61,14 @@ class KeptUnits:
     dropped: tuple[int, ...] = ()
 
     @classmethod
-    def named(cls, kept: Any, dense: Description | str | Path | None = None) -> "KeptUnits | None":
-        """Return the units that the setting `kept` names; None if it names none.
+    def named(cls, kept: Any, model: Description) -> "KeptUnits":
+        """Return the units that the setting `kept` names.
 
         A folder that another program pruned is matched with the dense model.
         """
-        foreign = isinstance(kept, str) and isdir(kept) and not (Path(kept) / KEPT).exists()
-        if foreign and isinstance(dense, str | Path | Dense):
-            return infer_kept(dense, kept)
-        return None if kept is None else cls.read(kept)
+        if isinstance(model, Dense) and is_foreign(kept):
+            return infer_kept(model, kept)
+        return cls.read(kept)
 
     @classmethod
     def of(

@@ -8,28 +8,25 @@ from typing import Any
 
 import torch
 
-from coec.devices import FreeMemory, resident_bytes
+from coec.devices import AHEAD, LOGITS_PER_PASS, FreeMemory, resident_bytes, tokens_per_batch
 from coec.errors import OptionError
 from coec.methods.block_training import step_tokens
 from coec.models.description import Description
-from coec.models.layout import Site
+from coec.models.layout import Shape, Site
 from coec.planning.plan import Plan
 from coec.planning.widths import parameters_inside
-from coec.sizes import (
-    AHEAD,
-    LOGITS_PER_PASS,
-    MOST_SAMPLED,
-    TRIED_TOKENS,
-    tokens_per_batch,
-    window_bytes,
-)
 from coec.text.sources import mixture
 from coec.text.tokens import LONG_TEXT, TOKEN_SUFFIXES
+from coec.text.windows import TRIED_TOKENS
 
 OVER = 1.2
 """Estimate over free memory from which a plan is refused: none was planned at more than 1.16 times
 what it took (docs/lab/LOG.md)."""
 SHARD_BYTES = 2 * 10**9
+MOST_SAMPLED = 128
+"""Windows that the model samples at once, at most."""
+_LOGIT_COPIES = 6
+"""Copies of a window's logits, in float32, that sampling is counted to hold."""
 _ROOM_FOR_STATES = 0.8
 """Fraction of a device's free memory that a plan may fill whose hidden states wait there."""
 _NAMED_TEXT = 11_000_000
@@ -171,12 +168,22 @@ def _sizes(plan: Plan) -> dict[str, int]:
         "forward pass": batch * ((6 * hidden + 4 * plan.dense.ffn) * forward + 8 * widest),
         # Sums of a part of the windows, and of the parts before it
         "statistics": 2 * max(grams.values()) + 8 * widest**2,
-        "training": _training(plan),
+        "training": _training(plan) if plan.trains else 0,
         "logits": embedding * forward + 24 * logits,  # six copies in float32
         "whole model": plan.parameters_before * forward + sampled,
         "shard": min(plan.parameters_after * plan.written.itemsize, SHARD_BYTES),
         "solving": max(grams.values()) + _solving(plan),
     }  # fmt: skip
+
+
+def window_bytes(shape: Shape, vocabulary: int, seq_len: int, itemsize: int) -> int:
+    """Return the memory of one window that is sampled, at its last token.
+
+    Keys and values of all layers; of one layer a second time while they grow, and repeated for the
+    query heads that share them; and copies of the logits in float32.
+    """
+    layer = 2 * shape.kv_heads * shape.head_dim * seq_len * itemsize
+    return layer * (shape.layers + 1 + shape.group) + 4 * _LOGIT_COPIES * vocabulary
 
 
 def _solving(plan: Plan) -> int:

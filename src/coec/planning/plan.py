@@ -19,8 +19,7 @@ from coec.errors import OptionError
 from coec.methods import Method
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.fewer_blocks import renumbered
-from coec.models.formats import OutputFormat, choose_format
+from coec.models.formats import OutputFormat, choose_format, renumbered
 from coec.models.layout import QUANTISED_COLUMNS, BlockLayout, Shape, Site
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.by_importance import Importances, by_importance
@@ -81,18 +80,18 @@ class Plan:
     remarks: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: Description, recipe: Recipe, kept: KeptUnits | None = None) -> "Plan":
+    def of(cls, model: Description, recipe: Recipe) -> "Plan":
         """Decide widths, output format, device and dtypes.
 
         Args:
             model: the dense model, opened or described.
             recipe: the settings.
-            kept: the units that `recipe.kept` names.
 
         Raises:
             ModelError: the model cannot be pruned.
             OptionError: the recipe does not fit the model, or no format holds the result.
         """
+        kept = None if recipe.kept is None else KeptUnits.named(recipe.kept, model)
         given = "attention_units" in recipe.model_fields_set and recipe.attention_units != "auto"
         if kept is not None and kept.attention_units and not given:
             return cls._counted(model.counted_in(kept.attention_units), recipe, kept)
@@ -303,7 +302,7 @@ class Plan:
         unlike = self.parameters_after != self.parameters_before - removed
         return 0 if self.budget is None or unlike else self.budget - self.parameters_after
 
-    @property
+    @cached_property
     def method(self) -> Method:
         """The compensation, with the needs that it declares."""
         return Method.of(self.recipe.compensation)
@@ -346,11 +345,15 @@ class Plan:
     @property
     def parameters_after(self) -> int:
         """Parameters of the pruned model, tied ones once."""
-        return sum(
-            shape.numel()
-            for name, shape in self.pruned_shapes.items()
-            if renumbered(name, self.dropped) is not None
-        )
+        return sum(self.pruned_shapes[name].numel() for name in self.stored_names.values())
+
+    @cached_property
+    def stored_names(self) -> dict[str, str]:
+        """Names of the tensors of the result, and their names before blocks were dropped."""
+        if not self.dropped:
+            return {name: name for name in self.pruned_shapes}
+        renamed = {renumbered(name, self.dropped): name for name in self.pruned_shapes}
+        return {stored: name for stored, name in renamed.items() if stored is not None}
 
     @property
     def tokens(self) -> int:

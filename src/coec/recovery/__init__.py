@@ -21,7 +21,6 @@ from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_digest
-from coec.planning.kept import KeptUnits
 from coec.planning.plan import Plan
 from coec.pruning import prune
 from coec.recovery.job import Job, check_alone, check_text, identity_of, recovery_of
@@ -106,7 +105,7 @@ def prune_and_recover(
     check_alone(dense)
     check_output(target, dense.folder, force=force or unfinished(target))
     recovery, trust = recovery_of(settings_like(recipe, tokens)), recipe.trust_remote_code
-    planned = Plan.of(dense, recipe, KeptUnits.named(recipe.kept, dense))
+    planned = Plan.of(dense, recipe)
     check_text(dense, recovery, planned.seq_len, trust=trust)
     if planned.decided:
         check_plan(dense, planned.pruned_model, recovery)

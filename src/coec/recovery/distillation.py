@@ -28,11 +28,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from coec.checkpoint.folder import free_space, sync, writing
 from coec.checkpoint.journal import Journal
+from coec.devices import LOGITS_PER_PASS
 from coec.events import Progress, record
 from coec.models.files import JsonDict, digests_in, write_tensors
 from coec.recovery.job import Job
 from coec.recovery.text import Examples, TopTokens
-from coec.sizes import LOGITS_PER_PASS
 
 _SAVED = "model.safetensors"
 _WRITER = "inline_container.cc"

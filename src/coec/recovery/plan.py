@@ -10,6 +10,7 @@ import torch
 
 from coec.config.recovery import Recovery
 from coec.devices import (
+    LOGITS_PER_PASS,
     FreeMemory,
     choose_device,
     choose_forward_dtype,
@@ -21,7 +22,6 @@ from coec.models.description import Description
 from coec.planning.memory import weights_met
 from coec.planning.widths import parameters_inside
 from coec.recovery.text import TOP, windows_needed
-from coec.sizes import LOGITS_PER_PASS
 from coec.text.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 
 USUAL_RANK = 16

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from coec.checkpoint.folder import STATES, WORK
 from coec.checkpoint.journal import Journal
-from coec.config.settings import nth_seed
+from coec.config import nth_seed
 from coec.devices import environment
 from coec.errors import NumericalError
 from coec.events import RESUMING, Progress, record

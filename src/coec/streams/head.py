@@ -8,9 +8,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from coec.devices import LOGITS_PER_PASS
 from coec.models.dense import Dense
 from coec.models.description import compute_buffers
-from coec.sizes import LOGITS_PER_PASS
 from coec.streams.layers import imitate
 
 _LARGEST = 700

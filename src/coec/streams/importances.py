@@ -29,11 +29,11 @@ from coec.models.surgery import Cut, with_bias
 from coec.planning.by_importance import by_error
 from coec.planning.plan import Plan
 from coec.planning.widths import parameters
-from coec.sizes import TRIED_TOKENS, first_windows
 from coec.solve import naming, solve_site
 from coec.streams.head import Head
 from coec.streams.layers import Layers, State
 from coec.streams.streams import BlockSums, Streams
+from coec.text.windows import TRIED_TOKENS, first_windows
 
 _LEAST = 1e-4
 """Lower bound on the cost of pruning a site, as a share of the mean. If pruning costs nothing that

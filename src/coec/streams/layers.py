@@ -15,12 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from coec.devices import hand_back
+from coec.devices import AHEAD, hand_back
 from coec.errors import ModelError
 from coec.models.description import Description, compute_buffers
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import stacked
-from coec.sizes import AHEAD
 
 HOST = torch.device("cpu")
 State = Float[Tensor, "_ length hidden"]

@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase
 
-from coec.config.settings import nth_seed
+from coec.config import nth_seed
 from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
 from coec.models.description import Description
-from coec.sizes import MOST_SAMPLED, window_bytes
+from coec.planning.memory import MOST_SAMPLED, window_bytes
 from coec.text.tokens import chat_start, digest, encode
 from coec.text.windows import Windows, check_start
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from coec import parallel
-from coec.devices import summed_products
+from coec.devices import summed_products, tokens_per_batch
 from coec.methods.block_training import Example
 from coec.methods.closed_form import solve_with_own_ridge
 from coec.models.dense import Dense, Prefetcher
@@ -24,7 +24,6 @@ from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import routed_inputs
 from coec.planning.plan import Plan
-from coec.sizes import tokens_per_batch
 from coec.streams.head import Head, Prediction
 from coec.streams.layers import Layers, State
 from coec.types import Gram, GramSum

@@ -14,8 +14,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from coec import parallel
+from coec.config import nth_seed
 from coec.config.recipe import Recipe
-from coec.config.settings import nth_seed
 from coec.devices import hand_back
 from coec.errors import CalibrationError, NumericalError
 from coec.events import Progress
@@ -23,7 +23,6 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_digest
 from coec.planning.plan import Plan
-from coec.sizes import first_windows
 from coec.streams.head import Head
 from coec.streams.layers import Layers
 from coec.streams.self_text import sample_from_model, windows_that_fit
@@ -32,6 +31,7 @@ from coec.text.windows import (
     CHOICE,
     DEFAULT_SEQ_LEN,
     Windows,
+    first_windows,
     mixed,
     resolve_seq_len,
     sample_windows,

@@ -36,6 +36,8 @@ CHOICE = 9
 
 `sources.HUB_CHARACTERS` is chosen by the same number, for the default recipe.
 """
+TRIED_TOKENS = 4096
+"""Tokens on which widths by block and blocks to leave out are decided."""
 _CHARACTERS = 8
 """Characters of a data set that are read for each token that is needed; English has about 4."""
 
@@ -211,6 +213,11 @@ def all_windows(stream: Stream, *, seq_len: int, bos: bool = False) -> Windows:
             f"{seq_len}; give more text, or shorter windows (seq_len=N)"
         )
     return _windows(stream, rows, bos)
+
+
+def first_windows(windows: Int[Tensor, "n length"], tokens: int) -> Int[Tensor, "m length"]:
+    """Return the first windows: of no more than `tokens` tokens together, and one at least."""
+    return windows[: max(1, tokens // windows.shape[1])]
 
 
 def split_windows(windows: Windows, fraction: float, seed: int) -> tuple[Tensor, Tensor | None]:

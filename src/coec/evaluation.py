@@ -12,16 +12,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.checkpoint.report import calibration_digest
 from coec.config.evaluation import TextEvaluation
-from coec.devices import choose_device
-from coec.errors import ModelError, NumericalError, OptionError
-from coec.evaluation.models import Loaded, load_network, opened
+from coec.devices import choose_device, choose_forward_dtype
+from coec.errors import ModelError, NumericalError, OptionError, first_line
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
+from coec.models.folder import find_model
 from coec.streams.head import Prediction
 from coec.streams.self_text import sample_from_model, windows_that_fit
 from coec.text.tokens import (
@@ -38,6 +38,8 @@ from coec.text.windows import Windows, all_windows, resolve_seq_len
 _Model: TypeAlias = str | Path | Dense | PreTrainedModel
 EVALUATION_SEQ_LEN = 4096
 """Tokens of an evaluation window, if the model has so many positions."""
+_UNLIMITED = 2**31
+"""Positions of a model whose configuration does not name their number."""
 _MEASURED_WINDOWS, _MEASURED_LENGTH = 4, 512
 """Largest number of windows on which the need of a start is measured, and of their tokens."""
 _NEEDED = 0.1
@@ -45,6 +47,29 @@ _NEEDED = 0.1
 put it before every window. Models that need it lose whole nats without, others hundredths."""
 _LOGITS_PER_BATCH = 2**22
 """Upper bound of batch · length · vocabulary, the logits in memory at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A causal model in memory, also quantised or with an adapter.
+
+    Attributes:
+        folder: its folder, whose tokenizer it has.
+        network: as `AutoModelForCausalLM` builds it.
+    """
+
+    folder: Path
+    network: PreTrainedModel
+
+    @property
+    def positions(self) -> int:
+        """Largest number of tokens that it takes."""
+        return getattr(self.network.config, "max_position_embeddings", None) or _UNLIMITED
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that it predicts."""
+        return int(self.network.config.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -295,3 +320,39 @@ def _exp(cross_entropy: float, model: str) -> float:
         raise NumericalError(
             f"the {model}'s perplexity is not finite: e^{cross_entropy:.4g}; check the checkpoint"
         ) from None
+
+
+def opened(
+    model: str | Path | Dense | PreTrainedModel,
+    rules: TextEvaluation,
+    device: torch.device,
+    *,
+    trust_remote_code: bool,
+) -> Dense | Loaded:
+    """Open the model that is measured, as `via` says; a model in memory is not changed.
+
+    Raises:
+        ModelError: it is missing, or transformers does not load it.
+    """
+    if isinstance(model, PreTrainedModel):
+        return Loaded(Path(model.name_or_path or type(model).__name__), model.eval())
+    if rules.via == "coec":
+        return Dense.open(model)
+    folder = model.folder if isinstance(model, Dense) else find_model(model)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": "auto"}
+    try:
+        network: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except Exception as error:  # models and quantisers may raise anything
+        reason = first_line(error)
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            reason = "Python code of its own builds it: trust_remote_code=True runs that"
+        raise ModelError(f"transformers does not load '{folder}': {reason}") from error
+    # Quantised weights stay in their dtypes, and on the device that their loader chose.
+    if getattr(network, "hf_quantizer", None) is None:
+        network = network.to(device, choose_forward_dtype(rules.dtype, network.dtype, device))
+    return Loaded(folder, network.eval())
+
+
+def load_network(model: Dense, device: torch.device, dtype: str | None) -> PreTrainedModel:
+    """Build the model for forward passes on a device."""
+    return model.network(device, choose_forward_dtype(dtype, model.dtype, device))

@@ -1,1 +1,0 @@
-"""Evaluation of a checkpoint, dense or pruned."""
