@@ -86,7 +86,7 @@ class _Loader(SourceFileLoader):
 class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         # Settings are classes of pydantic, which checks them itself.
-        if fullname.partition(".")[0] != PACKAGE or fullname.startswith(f"{PACKAGE}.config."):
+        if fullname.partition(".")[0] != PACKAGE or fullname.startswith(f"{PACKAGE}.config"):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
