@@ -63,7 +63,11 @@ class Size:
     characters: int | None = None
 
 
-SIZES = {"cpu": Size(64, 512, windows=32), "gpu": Size(128, 1024, characters=900_000)}
+SIZES = {
+    "cpu": Size(64, 512, windows=32),
+    "gpu": Size(128, 1024, characters=900_000),
+    "rehearsal": Size(8, 128, windows=4),
+}
 ONE_SHOT = {"preset": "paper", "multiple_of": 1}
 ROWS: dict[str, dict[str, Any]] = {
     "fast": {"preset": "fast"},

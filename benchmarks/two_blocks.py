@@ -105,10 +105,10 @@ def made(
     samples: int,
     seq_len: int,
     dtype: torch.dtype,
-    vocabulary: int = VOCABULARY,
+    vocabulary: int | None = None,
 ) -> tuple[Path, Path]:
     """Make a random model and its token ids, once; return their places."""
-    hidden = hidden_size(scale)
+    hidden, vocabulary = hidden_size(scale), vocabulary or max(256, round(VOCABULARY * scale))
     config = transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=int(3.5 * hidden), num_hidden_layers=BLOCKS,
         num_attention_heads=32, num_key_value_heads=8, vocab_size=vocabulary,

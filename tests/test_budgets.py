@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import coec
 import tiny_models as tm
-from coec import pruning, sizes, solve
+from coec import devices, pruning, solve
 from coec.models.dense import Dense
 from coec.streams.layers import Layers
 from coec.types import GramSum
@@ -30,7 +30,7 @@ def dense(tmp_path_factory):
 @pytest.fixture
 def many(tmp_path, monkeypatch):
     """A file of 96 windows, of which two are run at once."""
-    monkeypatch.setattr(sizes, "TOKENS_PER_BATCH", 64)
+    monkeypatch.setattr(devices, "TOKENS_PER_BATCH", 64)
     path = tmp_path / "tokens.npy"
     np.save(path, np.random.default_rng(0).integers(0, 64, 96 * 32))
     return path
