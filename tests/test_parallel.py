@@ -13,47 +13,50 @@ import pytest
 import torch
 
 import coec
+import several
 import tiny_models as tm
 
-CASES = {
-    "paper": ("--preset", "paper"),
-    "fast": ("--preset", "fast", "--attention-sparsity", "0.3"),
-    "balanced": ("--preset", "balanced"),
-    "by block": ("--preset", "fast", "--by-block"),
-    "drop blocks": ("--preset", "fast", "--drop-blocks", "1"),
-}
-"""Flags of each kind of run, after the usual ones."""
+KILLS = min(10, int(os.environ.get("COEC_CRASH_RUNS", "2")))
+"""How often processes of one run are killed."""
 
 
 @pytest.fixture
-def command(tmp_path):
-    """The command that prunes a model of three blocks into a folder; 40 windows are eight parts."""
-    model = tm.tiny("llama", torch.float32, num_hidden_layers=3)
-    dense = tm.save(model, tmp_path / "dense")
-    tokens = tm.token_file(tmp_path / "tokens.npy", rows=40)
+def dense(tmp_path):
+    """A folder of a random Llama of four blocks."""
+    return tm.save(tm.tiny("llama", torch.float32, num_hidden_layers=4), tmp_path / "dense")
 
-    def words(name, flags, dense=dense):
+
+@pytest.fixture
+def tokens(tmp_path):
+    """A file of 40 rows of 32 token ids."""
+    return tm.token_file(tmp_path / "tokens.npy", rows=40)
+
+
+@pytest.fixture
+def command(dense, tokens, tmp_path):
+    """The command that prunes the model into a folder."""
+
+    def words(name, *flags, dense=dense):
         return ["-m", "coec", "prune", str(dense), str(tmp_path / name), "--calibration", tokens,
                 "--samples", "40", "--seq-len", "32", "--device", "cpu", *flags]  # fmt: skip
 
     return words
 
 
-def started(words, processes=1, *options):
-    """A started command, in several processes if more than one are asked for."""
+def started(words, processes, *options):
+    """A started program in several processes."""
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    before = [sys.executable, *(several if processes > 1 else []), *options]
     return subprocess.Popen(
-        [*before, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *several, *options, *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
     )  # fmt: skip
 
 
-def finished(words, *options):
-    process = started(words, *options)
-    out, err = process.communicate(timeout=200)
+def finished(process):
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    return out
+    return out, err
 
 
 def weights(folder: Path) -> dict[str, str]:
@@ -63,24 +66,29 @@ def weights(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "processes"),
-    [("fast", 2)] + [pytest.param(case, count, marks=pytest.mark.slow) for case, count in
-                     (("paper", 3), ("balanced", 2), ("by block", 3), ("drop blocks", 2))],
-)  # fmt: skip
-def test_any_number_of_processes_writes_the_same_weights(case, processes, command, tmp_path):
-    finished(command("one", CASES[case]))
-    out = finished(command("several", CASES[case]), processes)
-    assert out.count("wrote ") == 1  # the first process speaks
-    assert weights(tmp_path / "several") == weights(tmp_path / "one")
+    ("processes", "cases"), [(2, ["fast", "balanced", "drop blocks"]), (3, ["paper", "by block"])]
+)
+def test_any_number_of_processes_writes_the_same_weights(processes, cases, dense, tokens, tmp_path):
+    words = [several.__file__, str(dense), tokens, str(tmp_path / "several"), *cases]
+    (tmp_path / "several").mkdir()
+    process = started(words, processes)
+    several.prune(dense, tokens, tmp_path / "one", cases)
+    finished(process)
+    for case in cases:
+        assert weights(tmp_path / "several" / case) == weights(tmp_path / "one" / case)
 
 
-def killed(process, rank, folder, blocks):
-    """Kills a process of a run once so many blocks are in its journal; whether it was in time."""
+def lines_of(folder):
     journal = folder.with_name(f"{folder.name}.partial") / "journal.jsonl"
+    return journal.read_text().count("\n") if journal.exists() else 0
+
+
+def killed(process, rank, folder, lines):
+    """Kills a process once the journal has so many lines; whether the run had not ended before."""
     while process.poll() is None:
-        done = len(re.findall(r"units of block", journal.read_text())) if journal.exists() else -1
-        if done >= blocks:
+        if lines_of(folder) >= lines:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(children[rank]), signal.SIGKILL)
             return True
@@ -89,40 +97,44 @@ def killed(process, rank, folder, blocks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "blocks"), [(0, 0), (1, 2)])
-def test_torchrun_starts_again_after_a_process_was_killed(rank, blocks, command, tmp_path):
-    flags = CASES["balanced"]
-    finished(command("one", flags))
-    process = started(command("again", flags), 2, "--max-restarts", "1")
-    assert killed(process, rank, tmp_path / "again", blocks)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    assert weights(tmp_path / "again") == weights(tmp_path / "one")
+def test_torchrun_starts_again_whenever_a_process_was_killed(command, dense, tokens, tmp_path):
+    """At every few new lines of the journal, the first process and the second in turn."""
+    process = started(
+        command("again", "--preset", "balanced"), 2, "--max-restarts", str(KILLS),
+        "--monitor-interval", "0.1",
+    )  # fmt: skip
+    lines = 1
+    for number in range(KILLS):
+        assert killed(process, number % 2, tmp_path / "again", lines), number
+        lines = lines_of(tmp_path / "again") + 1
+        time.sleep(0.5)  # until the other process has ended too
+    finished(process)
+    several.prune(dense, tokens, tmp_path / "one", ["balanced"])
+    assert weights(tmp_path / "again") == weights(tmp_path / "one" / "balanced")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_same_command_goes_on_after_a_process_was_killed(rank, command, tmp_path):
-    """Also with another number of processes."""
-    flags = CASES["balanced"]
-    finished(command("one", flags))
-    process = started(command("again", flags), 2)
-    assert killed(process, rank, tmp_path / "again", 1)
+def test_the_same_command_goes_on_with_another_number_of_processes(
+    command, dense, tokens, run, tmp_path
+):
+    words = command("again", "--preset", "balanced")
+    process = started(words, 2)
+    assert killed(process, 1, tmp_path / "again", 5)
     process.communicate(timeout=200)
     assert process.returncode != 0
     assert not (tmp_path / "again").exists()
-    process = started(command("again", flags), 3 - rank)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    assert "of 3 blocks are done" in err
-    assert weights(tmp_path / "again") == weights(tmp_path / "one")
+    status, _, err = run(*words[2:])
+    assert status == 0, err
+    assert re.search(r"[12] of 4 blocks are done", err)
+    several.prune(dense, tokens, tmp_path / "one", ["balanced"])
+    assert weights(tmp_path / "again") == weights(tmp_path / "one" / "balanced")
 
 
 @pytest.mark.slow
 def test_processes_that_see_different_models_are_refused(command, tmp_path):
     tm.save(tm.tiny("qwen2", torch.float32), tmp_path / "other1")
     (tmp_path / "other0").symlink_to(tmp_path / "dense")
-    words = command("out", CASES["fast"], dense=f"{tmp_path}/other$RANK")
+    words = command("out", dense=f"{tmp_path}/other$RANK")
     process = started(["bash", "-c", " ".join([sys.executable, *words])], 2, "--no-python")
     _, err = process.communicate(timeout=200)
     assert process.returncode != 0

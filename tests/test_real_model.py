@@ -78,7 +78,18 @@ def test_the_script_for_a_gpu_is_rehearsed_on_the_cpu(two_blocks: Path, tmp_path
     small = "--scale 0.03125 --samples 16 --seq-len 64 --presets fast --device cpu"
     told = {"OUT": str(tmp_path), "PYTHON": sys.executable, "TWO_BLOCKS": small,
             "COEC_CACHE": str(two_blocks.parent)}  # fmt: skip
-    rows = ("--size", "rehearsal", "--jobs", "1", "--first", "2", "--rows", "none", "--sparsity", "0.3")
+    rows = (
+        "--size",
+        "rehearsal",
+        "--jobs",
+        "1",
+        "--first",
+        "2",
+        "--rows",
+        "none",
+        "--sparsity",
+        "0.3",
+    )
     script = (tmp_path / "benchmarks/gpu/run.sh", "8", *rows, "--shared", SHARED)
     subprocess.run(["sh", *map(str, script)], env=os.environ | told, check=True, timeout=500)
     results = json.loads((tmp_path / "gpu.json").read_text("utf-8"))

@@ -7,6 +7,7 @@ does the work itself and returns.
 
 import contextlib
 import io
+import itertools
 import os
 import pickle
 import socket
@@ -23,6 +24,8 @@ from coec.errors import ModelError
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+_RUNS = itertools.count()
+"""Numbers of the runs of this program."""
 _PATIENCE = timedelta(hours=24)
 """Time that a process waits for another one, which may solve a block or read a text meanwhile."""
 
@@ -56,8 +59,8 @@ def begun() -> Iterator[None]:
     joining = dist.rendezvous("env://", timeout=_PATIENCE)  # type: ignore[attr-defined]
     store, number, count = next(joining)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # No key of an attempt that was killed
-    own = dist.PrefixStore(f"coec {attempt}", store)  # type: ignore[attr-defined]
+    # No key of an attempt that was killed, nor of an earlier run of this program
+    own = dist.PrefixStore(f"coec {attempt} {next(_RUNS)}", store)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=own, rank=number, world_size=count, timeout=_PATIENCE)
     try:
         yield
