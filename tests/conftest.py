@@ -32,6 +32,8 @@ CHECKED = ("linalg", "methods", "contracts", "models", "text",
            "test_types.py", "test_exact_cases.py")  # fmt: skip
 """Where annotations are checked, but for tests marked `unchecked`."""
 
+RARE = list(tm.UNUSUAL)[1::3] + list(tm.UNUSUAL)[2::3]
+"""Unusual models that are slow ones too: two of three."""
 LONG = ("test_demo.py", "test_fuzz.py", "test_paper.py")
 """Files with tests of five seconds and more; the many short ones then fill up the cores."""
 
@@ -53,8 +55,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "browser" in item.fixturenames:
             item.add_marker(pytest.mark.browser)
-        variant = item.callspec.params.get("variant") if hasattr(item, "callspec") else None
-        if variant in tm.VARIANTS and variant not in tm.USUAL:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        variant, name = params.get("variant"), params.get("name")
+        if (variant in tm.VARIANTS and variant not in tm.USUAL) or name in RARE:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in LONG)
     gc.freeze()  # what is imported by now stays, and need not be searched for garbage again

@@ -22,7 +22,7 @@ UNUSUAL = {name: (changes.pop("variant"), changes) for name, changes in _TABLES[
 HIDDEN, FFN = BASE["hidden_size"], BASE["intermediate_size"]
 VOCABULARY, POSITIONS = BASE["vocab_size"], BASE["max_position_embeddings"]
 
-USUAL = ("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "phi3", "mixtral", "deepseek_v3")
+USUAL = ("llama", "gemma2", "phi3", "mixtral")
 """Those that every run of the tests takes; the others take `make slow`."""
 
 

@@ -40,8 +40,13 @@ def size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def launched() -> int:
+    """Return the number of processes that were started together: also before `begun`."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_first() -> bool:
-    """Return whether this process is the first, by its environment: also before `begin`."""
+    """Return whether this process is the first, by its environment: also before `begun`."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -51,7 +56,7 @@ def begun() -> Iterator[None]:
 
     Each takes the GPU of its number on its machine. A process that the caller joined stays joined.
     """
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if dist.is_initialized() or launched() == 1:
         yield
         return
     if torch.cuda.is_available():

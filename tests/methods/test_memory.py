@@ -41,7 +41,7 @@ def test_four_square_matrices_at_most(solver, dtype):
     Also where iterations are float32, since the decompositions are not.
     What a LAPACK routine allocates inside is not seen: for `eigh`, twice the matrix.
     """
-    m, d, k = 80, 280, 196
+    m, d, k = 60, 210, 147
     W, gram = problems.weight(m, d), problems.gram("power law", d, tokens=1000)
     with Peak(W, gram.xx) as peak:
         coec.compensate(W, gram, problems.kept(d, k), solver=solver, solve_dtype=dtype)

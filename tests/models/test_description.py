@@ -62,6 +62,7 @@ def test_sizes_that_are_none_are_refused(changes, match):
         Description.of(tm.raw_config("llama", **changes))
 
 
+@pytest.mark.slow
 def test_json_is_utf8_whatever_the_locale(tmp_path):
     code = """
 import sys

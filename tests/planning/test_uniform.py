@@ -41,10 +41,10 @@ def test_channels_are_rounded_up_and_groups_stay(config, align, ffn):
     assert groups == widths(config, sparsity=0.3)[1]
 
 
-@pytest.mark.parametrize("gpus", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("gpus", [2, 3, 8])
 @pytest.mark.parametrize("units", ["groups", "heads"])
-@pytest.mark.parametrize("align", [1, 100, "auto"])
-@pytest.mark.parametrize("sparsity", [0.05, 0.3, 0.6])
+@pytest.mark.parametrize("align", [100, "auto"])
+@pytest.mark.parametrize("sparsity", [0.05, 0.3])
 def test_so_many_gpus_divide_what_stays(gpus, units, align, sparsity):
     settings = {"sparsity": sparsity, "multiple_of": align, "attention_units": units}
     if units == "heads" and gpus in (3, 7):  # the KV groups stay, of which there are eight

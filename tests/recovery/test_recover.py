@@ -332,27 +332,28 @@ def test_budgets_are_written_as_people_write_them():
     assert Recovery(minutes=3).tokens is None
 
 
-ENOUGH = {"tokens": 32 * 300, "batch_size": 1, "learning_rate": None}
-"""A budget that rates are tried within: ten of three hundred steps, three times."""
+ENOUGH = {"tokens": 32 * 60, "batch_size": 1, "learning_rate": None}
+"""A budget that rates are tried within: two of sixty steps, three times."""
 
 
 @pytest.fixture
-def many(recover, tmp_path):
+def many(recover, tmp_path, monkeypatch):
     """Recovers on enough text that rates are tried."""
+    monkeypatch.setattr(session, "_TRIAL_STEPS", 2)
     path = tmp_path / "many.npy"
     np.save(path, np.random.default_rng(6).integers(2, tm.VOCABULARY, (100, 32)))
     return lambda *out, **changes: recover(*out, **{"text": path} | ENOUGH | changes)
 
 
 def test_rates_are_tried_where_a_tenth_of_the_budget_is_enough(many, monkeypatch):
-    assert many(tokens=32 * 299).recoveries[-1]["rates_tried"] == []
+    assert many(tokens=32 * 59).recoveries[-1]["rates_tried"] == []
     assert many("given", learning_rate=1e-3).recoveries[-1]["rates_tried"] == []
     record = many("tried").recoveries[-1]
     tried = {row["learning_rate"]: row["kl"] for row in record["rates_tried"]}
     low, rule, high = tried
     assert (rule / low, high / rule) == (pytest.approx(3), pytest.approx(3))
     assert record["learning_rate"] == min(tried, key=tried.__getitem__)
-    assert (record["steps"], record["improved"]) == (300, True)
+    assert (record["steps"], record["improved"]) == (60, True)
     # A rule that is a hundred times too low: the highest of the three is taken.
     monkeypatch.setattr(job_module, "RATE", job_module.RATE / 100)
     record = many("low").recoveries[-1]

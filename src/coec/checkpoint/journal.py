@@ -145,7 +145,10 @@ class Journal:
         del self._entries[name]
 
     def complete(self) -> None:
-        """Turn `new` into `out`, in one rename; OutputError where something appeared there."""
+        """Turn `new` into `out`, in one rename; OutputError where something appeared there.
+
+        The journal goes at the end of `journal`: until then a killed run is known to be complete.
+        """
         try:
             with writing(self.out):
                 # All content is durable before the note, and the note before the rename: a run that
@@ -154,9 +157,10 @@ class Journal:
                     sync(path)
                 self.note(_PLACING)
                 output.publish(self.partial, self.out, self._force)
-        finally:
+        except BaseException:
             if not self.new.exists():
                 output.empty(self.partial)
+            raise
 
     def _read(self, identity: RunIdentity) -> bool:
         """Take up the pieces of an earlier run, or begin; return whether that run was complete."""

@@ -1,6 +1,5 @@
 """`coec recover`: the cost of training, for `--dry-run`, and its result."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,13 +45,13 @@ def recover_command(
         record, lines = ways_to_train(dense, pruned, settings)
         common.show(record, lines, flags["json"])
         return
+    from coec import parallel
     from coec.recovery import recover
 
     handling = given(flags, ("force", "restart", "trust_remote_code"))
-    is_first = os.environ.get("RANK", "0") == "0"  # under torchrun only the first process prints
-    with showing_progress(flags["quiet"] or not is_first) as advance, common.noting():
+    with showing_progress(flags["quiet"] or not parallel.is_first()) as advance, common.noting():
         report = recover(dense, pruned, out, progress=advance, **handling, **settings)
-    if is_first:
+    if parallel.is_first():
         record = {"out": report.out, **report.as_dict()}
         common.show(record, recovery_lines(report), flags["json"])
 

@@ -11,12 +11,14 @@ from typing import Any, get_args
 
 import torch
 
+from coec import parallel
 from coec.checkpoint.card import write_card
 from coec.checkpoint.folder import STATES, check_output, path_of, resolved
 from coec.checkpoint.journal import Journal, journal, unfinished
 from coec.checkpoint.report import Report
 from coec.config.recipe import Recipe
 from coec.config.recovery import PassDtypeName
+from coec.errors import OptionError
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
@@ -98,9 +100,15 @@ def prune_and_recover(
 
     Raises:
         CoecError: with one line that says what to change; the needs of training are checked first.
+            Under `torchrun` prune and recover are two calls.
     """
     # Everything that can be refused is refused before the pruning, the training's needs too.
     recipe = Recipe(**settings)
+    if parallel.launched() > 1:
+        raise OptionError(
+            "pruning and training in one call take one process: torchrun coec prune without "
+            "recover first, then torchrun coec recover"
+        )
     dense, target = Dense.open(model), resolved(path_of(out))
     check_alone(dense)
     check_output(target, dense.folder, force=force or unfinished(target))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from coec import parallel
 from coec.config.recovery import Recovery
 from coec.devices import (
     LOGITS_PER_PASS,
@@ -270,4 +271,4 @@ def shards() -> int:
         raise OptionError(
             "weights are divided by FSDP 2 alone: set fsdp_version of accelerate to 2"
         )
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return parallel.launched()
