@@ -66,12 +66,20 @@ def right_objective(R, s, Gxx, C, yy):
     return (t**2 * quadratic - 2 * t * linear + yy) / yy
 
 
-def greedy_elimination(W0, G, units, keep, ridge=1e-3, damping=0.1):
-    """METHODS §3 word for word, on W itself: the units that go, first to last."""
-    width = W0.shape[1] // units
-    own, mean = G.diagonal(), G.diagonal().mean()
-    A = torch.linalg.inv(G + (damping * own + ridge * mean * torch.ones_like(own)).diag())
-    W, rest, order = W0.clone(), list(range(units)), []
+def of_unit_energy(W, G):
+    """A weight and a Gram in units in which every channel has energy 1, or none."""
+    norms = G.diagonal().clamp_min(0).sqrt()
+    scale = torch.where(norms > 0, norms, 1.0)
+    return W * norms, G / scale / scale[:, None]
+
+
+def greedy_elimination(W, G, units, keep, ridge=1e-3, damping=0.1):
+    """METHODS §3 word for word, on W itself, of channels of unit energy: the units that go, first
+    to last."""
+    width = W.shape[1] // units
+    own = G.diagonal()
+    A = torch.linalg.inv(G + (damping * own + ridge * own.mean()).diag())
+    rest, order = list(range(units)), []
 
     def columns(g):
         return slice(g * width, (g + 1) * width)

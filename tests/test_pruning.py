@@ -429,3 +429,25 @@ def test_no_bit_is_lost_of_float16_beside_bfloat16(dense, prune, tmp_path):
         assert torch.equal(written[name], weights[name].float())
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
     assert "some weights are float16, others bfloat16" in report.plan["notes"][0]
+
+
+def test_the_scales_of_channels_do_not_matter(dense, tokens, tmp_path):
+    """Rows of up_proj times a number and columns of down_proj over it are the same function."""
+    other = shutil.copytree(dense, tmp_path / "other")
+    scale = 2.0 ** torch.linspace(-10, 10, tm.FFN).round()
+
+    def rescaled(tensors):
+        for name in tensors:
+            if name.endswith("up_proj.weight"):
+                tensors[name] *= scale[:, None]
+            elif name.endswith("down_proj.weight"):
+                tensors[name] /= scale
+
+    tm.edit_weights(other, rescaled)
+    how = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}
+    for name, model in {"one": dense, "two": other}.items():
+        coec.prune(model, tmp_path / name, **how)
+    kept = (tmp_path / name / "coec/kept.safetensors" for name in ("one", "two"))
+    assert len({path.read_bytes() for path in kept}) == 1
+    one, two = (tm.logits(tm.load(tmp_path / name)) for name in ("one", "two"))
+    torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)

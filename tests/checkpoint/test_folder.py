@@ -165,6 +165,7 @@ with journal(Path(sys.argv[1]), {}, force=True) as done:
 """
 
 
+@pytest.mark.slow
 def test_a_model_whose_replacement_was_killed_comes_back(old, tmp_path):
     """Between the two renames; at every other moment in `tests/crash`."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

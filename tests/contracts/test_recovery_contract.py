@@ -63,6 +63,7 @@ def test_low_rank_additions(pruned, tmp_path):
     check(*pruned("llama biases"), tmp_path / "out", lora=4, learning_rate=1e-4, tokens=2048)
 
 
+@pytest.mark.slow
 def test_low_rank_additions_begin_at_the_numbers_of_the_seed(pruned, tmp_path):
     dense, start, text = pruned("llama biases")
     settings = {"text": text, "lora": 4, **TRAINING, "learning_rate": 1e-4, "tokens": 2048}
@@ -74,6 +75,7 @@ def test_low_rank_additions_begin_at_the_numbers_of_the_seed(pruned, tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "mixtral"])
+@pytest.mark.slow
 def test_low_rank_additions_become_weights_of_other_families(
     variant, pruned, tmp_path, monkeypatch
 ):

@@ -84,6 +84,7 @@ def test_the_supplement_adds_sparsities_to_kept_rows(run):
     assert len(rows) == 18
 
 
+@pytest.mark.slow
 def test_the_calibration_figure_has_a_line_per_compensation(run, monkeypatch):
     monkeypatch.setattr(paper, "SPARSITIES", (0.3,))
     table, _ = run("calibration", table="calibration-model")
@@ -94,6 +95,7 @@ def test_the_calibration_figure_has_a_line_per_compensation(run, monkeypatch):
     assert (run.out / "calibration-model.pdf").read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.slow
 def test_the_ablation_is_a_mean_over_models(run, monkeypatch):
     monkeypatch.setattr(paper, "VARIANTS", {"prune only": paper.VARIANTS["prune only"]})
     monkeypatch.setattr(paper, "BUILD_UP", {name: paper.BUILD_UP[name] for name in BUILD_UP[::5]})
@@ -113,6 +115,7 @@ def test_every_variant_of_the_ablation_is_one_of_coec(run):
     assert at["alpha = 0"] == pytest.approx(at["prune only"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_geometry_has_angles_of_both_sites(run):
     table, _ = run("geometry", table="geometry-model")
     assert [*table["site"]] == ["attention", "mlp"] * 3
@@ -123,6 +126,7 @@ def test_geometry_has_angles_of_both_sites(run):
     assert aligned["lambda_a = 50", "attention"] < aligned["lambda_a = 0", "attention"]
 
 
+@pytest.mark.slow
 def test_efficiency_compares_the_dense_model_with_the_pruned_one(run):
     table, _ = run("efficiency", both=True)
     assert [*table["Unnamed: 0"][2:]] == ["model", "other"]

@@ -85,6 +85,7 @@ def pooled_slowly(s, w, rows):
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_leading_modes_are_put_in_the_lead_at_the_least_cost(seed):
     s, _, e = modes(seed)
     w = e.flip(0) + 0.05

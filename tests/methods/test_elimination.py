@@ -37,11 +37,13 @@ def kept(W, gram, units, keep):
 @pytest.mark.parametrize("kind", DEFINED)
 @pytest.mark.parametrize(
     ("m", "d", "units"),
-    [(5, 24, 24), (40, 24, 24), (3, 33, 33), (7, 24, 6), (30, 24, 2), (4, 36, 12)],
+    [(40, 24, 24), (3, 33, 33), (7, 24, 6), (30, 24, 2)],
 )
 def test_the_order_is_that_of_the_formula(kind, m, d, units):
     W, G = problems.weight(m, d), problems.gram(kind, d).xx
-    order = oracles.greedy_elimination(W, G, units, 1)  # how many go decides where it ends
+    order = oracles.greedy_elimination(
+        *oracles.of_unit_energy(W, G), units, 1
+    )  # how many go decides where it ends
     for keep in (1, units // 2, units - 1):
         expected = order[: units - keep]
         for panel in (1, 3, 128):
@@ -50,13 +52,14 @@ def test_the_order_is_that_of_the_formula(kind, m, d, units):
 
 def test_an_indefinite_gram_is_clamped_and_said_so():
     W, G = problems.weight(5, 24), problems.gram("indefinite", 24).xx
-    mu, E = torch.linalg.eigh(G + 0.1 * G.diagonal().diag())
+    scaled, unit = oracles.of_unit_energy(W, G)
+    mu, E = torch.linalg.eigh(unit + 0.1 * unit.diagonal().diag())
     clamped = (E * mu.clamp_min(0)) @ E.T
     # λ is of the Gram that was given.
-    ridge = 1e-3 * float(G.diagonal().mean() / clamped.diagonal().mean())
+    ridge = 1e-3 * float(unit.diagonal().mean() / clamped.diagonal().mean())
     with recording() as events:
         order = removal_order(W, G, 24, 3, 5)
-    assert order == oracles.greedy_elimination(W, clamped, 24, 3, ridge, damping=0)
+    assert order == oracles.greedy_elimination(scaled, clamped, 24, 3, ridge, damping=0)
     assert len(events) == 1
     assert "indefinite Gram" in events[0]
 
@@ -91,6 +94,15 @@ def test_scales_do_not_matter(units, size):
     assert removal_order(W * size, G, units, 2, 3) == order
     assert removal_order(W, G * size, units, 2, 3) == order
     assert removal_order(W / size, G * size, units, 2, 3) == order
+
+
+@pytest.mark.parametrize("units", [24, 6])
+def test_nor_do_the_scales_of_channels(units):
+    W, G = problems.weight(5, 24), problems.gram("power law", 24).xx
+    scale = 10.0 ** torch.linspace(-3, 3, units, dtype=torch.float64).repeat_interleave(24 // units)
+    assert removal_order(W / scale, G * scale * scale[:, None], units, 2, 3) == removal_order(
+        W, G, units, 2, 3
+    )
 
 
 def test_greed_beats_scores_of_single_columns():

@@ -33,8 +33,9 @@ class Peak(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("solver", ["joint", "gradient"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("solver", "dtype"), [("joint", torch.float64), ("gradient", torch.float32)]
+)
 def test_four_square_matrices_at_most(solver, dtype):
     """down_proj in the proportions of Llama 3: outputs 2/7 of the inputs, 70 % kept.
 
@@ -48,6 +49,7 @@ def test_four_square_matrices_at_most(solver, dtype):
     assert peak.bytes <= 4 * d * d * gram.xx.dtype.itemsize
 
 
+@pytest.mark.slow
 def test_the_smaller_attention_site_takes_less():
     """o_proj is square, so more matrices of its size are alive, and all of them smaller.
 

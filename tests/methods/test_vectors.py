@@ -122,6 +122,7 @@ def test_a_descent_ends_at_the_best_known(vector):
     assert result.diagnostics["errors_per_round"][-1] == pytest.approx(loss, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_float32_is_as_good(vector):
     """The objective of the answer hardly above float64's, measured in float64.
 

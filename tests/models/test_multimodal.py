@@ -142,6 +142,7 @@ def test_removing_is_masking_with_an_image_too(kind, changes, models, tokens, tm
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_block_less_with_an_image_too(kind, tokens, tmp_path, monkeypatch):
     torch.manual_seed(0)
     whole = config(kind)
@@ -181,6 +182,7 @@ def test_a_budget_of_memory_counts_what_is_around(kind, models, tokens, tmp_path
 
 
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
+@pytest.mark.slow
 def test_compensations_and_shards(preset, models, tokens, tmp_path, monkeypatch):
     settings = {**SETTINGS, "preset": preset, "calibration": tokens, "dtype": "float32"}
     settings |= {"reconstruct": 1} if preset == "balanced" else {}

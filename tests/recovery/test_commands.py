@@ -133,6 +133,7 @@ def test_pruning_with_recovery_is_both_commands(
 
 
 @pytest.mark.parametrize("broken", ["checked", "train"])
+@pytest.mark.slow
 def test_pruning_with_recovery_goes_on(broken, both, pruned_and_recovered, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         both(until=broken)

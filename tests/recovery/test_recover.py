@@ -345,6 +345,7 @@ def many(recover, tmp_path, monkeypatch):
     return lambda *out, **changes: recover(*out, **{"text": path} | ENOUGH | changes)
 
 
+@pytest.mark.slow
 def test_rates_are_tried_where_a_tenth_of_the_budget_is_enough(many, monkeypatch):
     assert many(tokens=32 * 59).recoveries[-1]["rates_tried"] == []
     assert many("given", learning_rate=1e-3).recoveries[-1]["rates_tried"] == []
@@ -373,6 +374,7 @@ def test_a_rate_that_diverges_is_not_taken(many, monkeypatch):
     assert record["learning_rate"] in {row["learning_rate"] for row in record["rates_tried"]}
 
 
+@pytest.mark.slow
 def test_a_killed_trial_of_rates_is_not_done_again(many, monkeypatch, tmp_path):
     whole = many("whole").recoveries[-1]
     with monkeypatch.context() as patch:

@@ -175,6 +175,7 @@ def test_a_run_measures_once_and_goes_on_with_what_it_chose(dense, text, tmp_pat
     assert tm.same_weights(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_model_trained_without_it_inside_a_text_is_given_none(shared, tmp_path):
     """stories260K saw its start token before stories only, and windows begin anywhere."""
     dense = Dense.open(tm.readable(shared / "models/stories260K", tmp_path / "model"))

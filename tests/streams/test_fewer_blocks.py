@@ -98,6 +98,7 @@ def test_the_block_that_is_missed_least_goes_first(tokens, tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
+@pytest.mark.slow
 def test_later_blocks_compensate_the_loss(preset, tokens, tmp_path):
     model = deep("mistral", tmp_path / "dense")
     short = {} if preset == "fast" else {"reconstruct": 2}
@@ -258,6 +259,7 @@ def test_a_family_whose_blocks_do_not_propagate_is_told_to_train(tokens, tmp_pat
         coec.plan(model, preset="fast", **settings)
 
 
+@pytest.mark.slow
 def test_a_model_of_fewer_blocks_is_trained_and_exported(tokens, tmp_path):
     model = deep("llama", tmp_path / "dense")
     settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}

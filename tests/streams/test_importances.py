@@ -184,6 +184,7 @@ def test_a_model_of_own_widths_is_pruned_again_and_its_code_replaced(prune, tmp_
 
 
 @pytest.mark.parametrize("target", ["hf", "vllm"])
+@pytest.mark.slow
 def test_a_killed_run_goes_on_behind_its_allocation(target, prune, tmp_path, monkeypatch):
     own = {"by_block": True, "target": target}
     prune("whole", **own)
@@ -374,6 +375,7 @@ def test_heads_are_alike_in_what_vllm_builds(tokens, prune, tmp_path):
     assert "block_configs" not in json.loads((tmp_path / "less/config.json").read_text())
 
 
+@pytest.mark.slow
 def test_multiples_of_256_are_written_as_the_factor_that_servers_compute(tokens, prune, tmp_path):
     model = tm.tiny("llama", torch.float32, intermediate_size=1024)
     tm.save(model, tmp_path / "dense")

@@ -129,6 +129,7 @@ def test_the_error_of_a_block_is_that_of_the_models_as_they_are_written(
     assert training["errors"][training["taken"]] == pytest.approx(float(error), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_any_setting_of_the_training_changes_the_model(pruned, tmp_path):
     found = {}
     for name, more in {

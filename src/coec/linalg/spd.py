@@ -109,7 +109,10 @@ def noise(
 
 
 def regularized_inverse(
-    G: Float[Tensor, "d d"], ridge: float, damping: float = 0.0
+    G: Float[Tensor, "d d"],
+    ridge: float,
+    damping: float = 0.0,
+    scale: Float[Tensor, " d"] | None = None,
 ) -> tuple[Float[Tensor, "d d"], float]:
     """`((G + δ diag G)/u + λ I)⁻¹` and `λ = ridge · mean(diag G/u)`, in float64.
 
@@ -126,8 +129,9 @@ def regularized_inverse(
         G: symmetric, of any floating-point dtype.
         ridge: relative to the mean diagonal, above 0.
         damping: δ, by which correlations of channels shrink: to `1/(1 + δ)` of what G has.
+        scale: units of the channels, in which G is measured first: `G_ij / (s_i s_j)`.
     """
-    shifted, shift = _shifted(G, ridge, damping)
+    shifted, shift = _shifted(G, ridge, damping, scale)
     L, info = torch.linalg.cholesky_ex(shifted)
     del shifted
     if int(info) == 0:
@@ -140,7 +144,7 @@ def regularized_inverse(
         del inverse
     del L
     # Built again, so that only G, L and the inverse are in memory until here.
-    mu, E = eigh(_shifted(G, ridge, damping)[0])
+    mu, E = eigh(_shifted(G, ridge, damping, scale)[0])
     _is_indefinite(mu - shift)
     # E diag(max(μ, 0) + λ)^(−½), whose product with its transpose is the inverse
     E *= (mu - shift).clamp_min_(0).add_(shift).rsqrt_()
@@ -148,10 +152,13 @@ def regularized_inverse(
 
 
 def _shifted(
-    G: Float[Tensor, "d d"], ridge: float, damping: float
+    G: Float[Tensor, "d d"], ridge: float, damping: float, scale: Float[Tensor, " d"] | None
 ) -> tuple[Float[Tensor, "d d"], float]:
     """`(G + δ diag G)/u + λ I` and λ, of `regularized_inverse`."""
     shifted = G.to(torch.float64, copy=True)
+    if scale is not None:
+        shifted /= scale
+        shifted /= scale[:, None]
     shifted /= power_of_two(shifted.diagonal())
     shift = ridge * float(shifted.diagonal().mean())
     if not shift > 0:

@@ -1,7 +1,7 @@
 """Greedy backward elimination: the optimal brain surgeon on whole columns (METHODS §3).
 
 The columns of a set S are left, refitted by ridge regression: W is their weight and
-`A = (G_SS + δ diag G_SS + λI)⁻¹`. To remove unit g, some columns of both, costs
+`A = (G_SS + (δ + λ) diag G_SS)⁻¹`. To remove unit g, some columns of both, costs
 
     tr(W_g A_gg⁻¹ W_gᵀ)          (‖W_j‖² / A_jj for a single column j)
 
@@ -32,7 +32,7 @@ from coec.linalg.spd import power_of_two, regularized_inverse
 from coec.types import Gram
 
 RIDGE = 1e-3
-"""λ, relative to the mean channel energy."""
+"""λ, relative to the energy of every channel, so that their scales do not matter."""
 DAMPING = 0.1
 """δ: correlations of channels count 1/(1 + δ) of what the calibration text shows. Without it the
 units that stay serve text of another kind worse, by a third of the error (docs/lab/LOG.md)."""
@@ -159,14 +159,16 @@ class _Elimination:
     ) -> "_Elimination":
         """Return the state before any removal.
 
-        Costs are only compared, so the weight is measured in units of its own.
+        Channels are measured in units of unit energy, so that their scales do not matter; costs
+        are only compared, so the weight is measured in a unit of its own.
         """
         d = len(G)
-        # A = ((G + δ diag G)/u + λI)⁻¹ and N = W₀ᵀW₀, rows of W₀ strip by strip
-        A, ridge = regularized_inverse(G, RIDGE, DAMPING)
-        N, unit = torch.zeros_like(A), power_of_two(weight)
+        # Channels of unit energy: A = (G + δ diag G + λI)⁻¹ and N = W₀ᵀW₀, rows of W₀ by strips
+        norms = G.diagonal().double().clamp_min(0).sqrt()
+        A, ridge = regularized_inverse(G, RIDGE, DAMPING, torch.where(norms > 0, norms, 1.0))
+        N, unit = torch.zeros_like(A), power_of_two(weight.abs().amax(dim=0) * norms)
         for rows in weight.split(_STRIP):
-            scaled = rows.to(A.dtype) / unit
+            scaled = rows * norms / unit
             _add(N, scaled, scaled)
         names, stays = torch.arange(units), torch.ones(units, dtype=torch.bool)
         # No eigenvalue of G + δ diag G exceeds its trace.
