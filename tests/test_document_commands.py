@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tiny_models as tm
-from coec.config import recovery
+from coec.config import recipe, recovery
 from coec.text import sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,6 +75,7 @@ def place(tmp_path, monkeypatch, run):
     (tmp_path / "units.json").write_text('{"layers.0.mlp": [0, 2, 5], "layers.1.mlp": [1, 3, 4]}')
     monkeypatch.setattr(sources, "_read_named", lambda *arguments: text)
     monkeypatch.setattr(recovery, "DEFAULT_TOKENS", 2048)
+    monkeypatch.setitem(recipe.PRESETS["balanced"][1], "reconstruct", 1)
     return tmp_path
 
 

@@ -16,7 +16,7 @@ import coec
 import several
 import tiny_models as tm
 
-KILLS = min(10, int(os.environ.get("COEC_CRASH_RUNS", "2")))
+KILLS = min(10, int(os.environ.get("COEC_CRASH_RUNS", "1")))
 """How often processes of one run are killed."""
 
 

@@ -13,11 +13,6 @@ from runs import COMMANDS, FORCED, RUNS, spread
 
 PRUNINGS = [name for name, argv in COMMANDS.items() if argv[0] == "prune"]
 STATUS = {"kill": -9, "power": -9, "term": 143}
-FEW = {
-    "prune": ("kill", 4), "replace": ("power", 2), "by block": ("term", 2),
-    "balanced": ("kill", 1), "drop blocks": ("kill", 1), "export": ("power", 2),
-}  # fmt: skip
-"""Boundaries of each command in every run of the suite."""
 
 
 def _end_and_go_on(here, wanted, solved, **how):
@@ -78,9 +73,3 @@ def test_killed_at_random_moments(name, place, undisturbed):
             _end_and_go_on(here, wanted, answer["solved"], after=after)
         except AssertionError as error:
             raise AssertionError(f"killed after {after:.4f} s: {error}") from error
-
-
-@pytest.mark.slow
-def test_a_few_boundaries(place, undisturbed):
-    for name, (what, count) in FEW.items():
-        _at_boundaries(place(name), undisturbed, what, count)
