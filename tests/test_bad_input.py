@@ -240,7 +240,7 @@ def test_a_model_that_overflows_names_the_module_and_the_cure(model, small, tmp_
     tm.edit_weights(model, lambda weights: weights | {UP: weights[UP] * 1e38})
     with pytest.raises(CoecError, match=r"layers\.1\.mlp\.down_proj.*NaN or Inf"):
         coec.prune(model, tmp_path / "out", **small)
-    assert list(tmp_path.iterdir()) == [model]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_result_that_does_not_fit_its_dtype_says_which_does(dense, small, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -388,3 +389,32 @@ def test_a_dry_run_refuses_what_a_run_refuses(dense, run):
     command = ("prune", dense, "--preset", "balanced", "--forward-dtype", "float16", "--dry-run")
     status, _, err = run(*command)
     assert (status, "overflow in float16: set --forward-dtype" in err) == (1, True), err
+
+
+OWN = """
+import coec
+
+def largest(weight, gram):
+    return weight.square().sum(dim=0)
+
+def scaled(problem, *, factor: float = 0.5):
+    return coec.SiteResult(factor * problem.weight[:, problem.kept.indices])
+"""
+
+
+def test_functions_of_a_file_select_and_compensate(run, dense, tokens, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    own = ("--selection", "own.py:largest", "--compensation", "own.py:scaled")
+    how = ("--calibration", tokens, "--samples", 24, "--seq-len", 32)
+    status, _, err = run("prune", dense, "out", *how, *own)
+    assert status == 0, err
+    recipe = json.loads(Path("out/coec.json").read_text())["recipe"]
+    assert (recipe["selection"], recipe["compensation"]) == ("largest", "scaled")
+    for value, said in {
+        "own.py:absent": "defines no absent", "absent.py:x": "cannot be run",
+        "magic": "FILE.py:NAME",
+    }.items():  # fmt: skip
+        status, _, err = run("prune", dense, "other", *how, "--selection", value)
+        assert status == 2
+        assert said in " ".join(err.replace("│", "").split())

@@ -307,19 +307,19 @@ class SiteProblem:
     """Consumer some of whose input columns are removed: the argument of every compensation.
 
     Attributes:
-        weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs; float64 like
+        dense: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs; float64 like
             every tensor here.
         gram: statistics of its inputs, as many as W₀ has columns.
         kept: the columns that stay.
         value: where the consumer follows attention and the method needs it: the pruned value
             projection as the consumer sees it, one row per kept column.
-        target: T, whose products with the inputs are what the outputs should be, where that is
-            not W₀: see `aim`.
+        target: T, whose products with the inputs are what the outputs should be, if that is not
+            W₀; a method reads `weight`.
         solve_dtype: of the products of long iterations, which a device may multiply much faster in
             float32. Decompositions, closed forms and errors are float64 in any case.
     """
 
-    weight: Float[Tensor, "m d"]
+    dense: Float[Tensor, "m d"]
     gram: Gram
     kept: KeptSet
     value: Float[Tensor, "k h"] | None = None
@@ -328,31 +328,31 @@ class SiteProblem:
 
     def __post_init__(self) -> None:
         channels = len(self.gram.x)
-        if self.weight.ndim != 2 or self.weight.shape[1] != channels or self.kept.size != channels:
+        if self.dense.ndim != 2 or self.dense.shape[1] != channels or self.kept.size != channels:
             raise OptionError(
-                f"weight {tuple(self.weight.shape)}, statistics of {channels} channels and a kept "
+                f"weight {tuple(self.dense.shape)}, statistics of {channels} channels and a kept "
                 f"set out of {self.kept.size} do not fit: the weight's columns are the channels"
             )
-        if self.target is not None and self.target.shape != self.weight.shape:
+        if self.target is not None and self.target.shape != self.dense.shape:
             raise OptionError(
                 f"the target {tuple(self.target.shape)} does not fit the weight "
-                f"{tuple(self.weight.shape)}: it has the same outputs and the same inputs"
+                f"{tuple(self.dense.shape)}: it has the same outputs and the same inputs"
             )
 
     @property
-    def aim(self) -> Float[Tensor, "m d"]:
-        """T: a compensation aims at the outputs `T x`. The target, or W₀ where there is none.
+    def weight(self) -> Float[Tensor, "m d"]:
+        """T: a compensation aims at the outputs `T x`. The target, or W₀ if there is none.
 
         On the dense model's inputs x, W₀ x is the dense output. On inputs x̃ of a pruned model the
         output y to be restored is no product of W₀: the target is then the least-squares map
         `T = W₀ + (Σ y x̃ᵀ − W₀ G)(G + ε I)⁻¹`, so that `T G` is `Σ y x̃ᵀ`. The slice `W₀[:, K]`, from
         which every compensation starts, may then have a relative error above 1.
         """
-        return self.weight if self.target is None else self.target
+        return self.dense if self.target is None else self.target
 
     @property
     def nothing_to_compensate(self) -> bool:
-        """True where W₀ itself is the answer: every column stays, and its products are the aim."""
+        """True where W₀ itself is the answer: every column stays, and its products are wanted."""
         return self.kept.everything and self.target is None
 
 

@@ -90,14 +90,11 @@ def test_a_run_that_never_finished_a_piece_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [NumericalError, OptionError])
-def test_an_error_that_the_same_run_would_meet_again_leaves_nothing(error, tmp_path):
-    interrupted(tmp_path / "out", ["one"], error=error)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("error", [SystemExit, MemoryError, OutputError, RuntimeError, ModelError])
-def test_other_errors_keep_what_is_finished_and_say_so(error, tmp_path):
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit, MemoryError, OutputError, RuntimeError, ModelError, NumericalError, OptionError],
+)
+def test_errors_keep_what_is_finished_and_say_so(error, tmp_path):
     with pytest.raises(error) as caught, journal(tmp_path / "out", ASKED) as done:  # noqa: PT012
         done.put("one", done.new / "one", text("one"))
         raise error("stop")

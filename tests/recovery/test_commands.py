@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import coec
-from coec import pruning
+from coec import pruning, recovery
 from coec.checkpoint.report import Report
 from coec.config.recovery import Recovery
 from coec.errors import OptionError, UnfinishedError
@@ -227,3 +227,21 @@ def test_two_processes_give_the_same_curve(dense, pruned, tokens, tmp_path):
     assert two["processes"] == 2
     for first, second in zip(one["curve"], two["curve"], strict=True):
         assert second == pytest.approx(first, rel=1e-5)
+
+
+def test_a_training_that_is_refused_keeps_the_finished_pruning(
+    dense, tokens, tmp_path, monkeypatch
+):
+    """As if the widths that the pruning decides needed more memory than there is."""
+
+    def refused(*arguments, **options):
+        raise OptionError("does not fit")
+
+    how = {"calibration": tokens, **PRUNING}
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "checked", refused)
+        with pytest.raises(OptionError, match="does not fit"):
+            prune_and_recover(dense, tmp_path / "out", 1000, **how)
+    assert (tmp_path / "out.partial/states/pruned/config.json").is_file()
+    monkeypatch.setattr(recovery, "prune", None)  # it is not done again
+    prune_and_recover(dense, tmp_path / "out", 1000, **how)

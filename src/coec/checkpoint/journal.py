@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from coec.checkpoint import folder as output
-from coec.checkpoint.folder import JOURNAL, NEW, WORK, sync, writing
-from coec.errors import NumericalError, OptionError, OutputError, UnfinishedError
+from coec.checkpoint.folder import JOURNAL, NEW, STATES, WORK, sync, writing
+from coec.errors import OutputError, UnfinishedError
 from coec.events import record
 from coec.models.files import JsonDict, sha256
 
@@ -33,8 +33,6 @@ _UNFINISHED = ".writing"
 """Suffix of a file until it is complete."""
 _PLACING = "placing"
 """Name of the note that only the rename of the folder to OUT remains."""
-_REPEATABLE = (NumericalError, OptionError)
-"""Errors that the same command would meet again, so that finished pieces are of no use."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +254,8 @@ def journal(
 ) -> Iterator[Journal]:
     """Open the journal of a run that makes the folder `out`, for this process alone.
 
-    When the run ends before its first piece, or by an error that the same command would meet again,
-    nothing is left. Otherwise finished pieces stay, and the error has a note that says so.
+    If the run ends before its first piece, nothing is left. Otherwise finished pieces stay, and the
+    error has a note that says so.
 
     Args:
         out: the folder to make.
@@ -279,7 +277,7 @@ def journal(
             yield opened
         except BaseException as error:
             # BaseException: an interrupt, too, leaves finished pieces, or nothing.
-            if isinstance(error, _REPEATABLE) or not _has_pieces(partial):
+            if not _has_pieces(partial):
                 with contextlib.suppress(OSError):
                     output.empty(partial)
             elif opened is not None or not isinstance(error, OutputError):
@@ -295,9 +293,10 @@ def _is_unchanged(path: Path, size: int, digest: str) -> bool:
 
 
 def _has_pieces(partial: Path) -> bool:
-    """True if a journal has more than its first line, readable or not."""
+    """True if a journal has more than its first line, readable or not, and there is a file."""
+    kept = (path for top in (NEW, WORK, STATES) for path in (partial / top).rglob("*"))
     try:
-        return (partial / JOURNAL).read_bytes().count(b"\n") > 1
+        return (partial / JOURNAL).read_bytes().count(b"\n") > 1 and any(map(Path.is_file, kept))
     except FileNotFoundError:
         return False
     except OSError:

@@ -6,10 +6,11 @@ change writes a keyword argument, `seq_len=64`, of which `spelled` makes `--seq-
 
 import inspect
 import re
+import runpy
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_origin
 
 import typer
 
@@ -31,7 +32,8 @@ class Flag(NamedTuple):
         text: its help.
         heading: the heading under which help lists it.
         metavar: what stands for a value in help.
-        names: values that are allowed: beside numbers, or alone.
+        names: values that are allowed: beside numbers or functions, or alone.
+        functions: whether a function of the user's own is allowed, as FILE.py:NAME.
         callback: called if the switch is given, before anything else is read.
     """
 
@@ -41,6 +43,7 @@ class Flag(NamedTuple):
     heading: str = ""
     metavar: str | None = None
     names: tuple[str, ...] = ()
+    functions: bool = False
     callback: Callable[[typer.Context, bool], None] | None = None
 
     @classmethod
@@ -49,18 +52,26 @@ class Flag(NamedTuple):
         number = next((kind for kind in (bool, float, int) if kind in field.kinds), str)
         is_text = str in field.kinds or Any in field.kinds
         kind, names = (str, ()) if is_text else (number, field.names)
-        return cls(field.name, kind, field.text, field.heading, names=names)
+        functions = any(get_origin(kind) is Callable for kind in field.kinds)
+        return cls(field.name, kind, field.text, field.heading, names=names, functions=functions)
 
     def parameter(self) -> inspect.Parameter:
         """Return the parameter of the command's function."""
         flag, is_switch = flag_of(self.name), self.type is None
         forms = [flag] if is_switch else [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
-        only_names = bool(self.names) and self.type is str
-        metavar = "NAME" if only_names else "|".join((_METAVARS.get(self.type, ""), *self.names))
+        only_names = bool(self.names) and self.type is str and not self.functions
+        metavar = (
+            "NAME|FILE.py:NAME"
+            if self.functions
+            else "NAME"
+            if only_names
+            else "|".join((_METAVARS.get(self.type, ""), *self.names))
+        )
         option = typer.Option(
             *forms, help=self.text, show_default=False, rich_help_panel=self.heading or None,
             metavar="" if forms else self.metavar or metavar,
-            parser=self._number_or_name if self.names and not only_names else None,
+            parser=self._function_or_name if self.functions else
+            self._number_or_name if self.names and not only_names else None,
             is_eager=self.callback is not None, callback=self.callback,
         )  # fmt: skip
         kind: Any = Literal[self.names] if only_names else self.type
@@ -76,6 +87,19 @@ class Flag(NamedTuple):
         except ValueError as error:
             names = " or ".join(("a number", *self.names))
             raise typer.BadParameter(f"'{value}' is not {names}") from error
+
+    def _function_or_name(self, value: str) -> Any:
+        file, _, name = value.rpartition(":")
+        if value in self.names:
+            return value
+        if not file.endswith(".py"):
+            raise typer.BadParameter(f"'{value}' is not {', '.join(self.names)} or FILE.py:NAME")
+        try:
+            return runpy.run_path(file)[name]
+        except KeyError as error:
+            raise typer.BadParameter(f"'{file}' defines no {name}") from error
+        except Exception as error:  # the user's own code
+            raise typer.BadParameter(f"'{file}' cannot be run: {first_line(error)}") from error
 
 
 def switch(name: str, text: str, heading: str = "") -> Flag:

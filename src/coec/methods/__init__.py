@@ -53,8 +53,8 @@ def compensate(
         value_weight: for an attention output projection: the pruned value projection's rows, one
             per kept column; given to methods that need it.
         target: T, where `T x` and not `W₀ x` is what the outputs should be, as on the inputs of a
-            pruned model: see `SiteProblem.aim`. Errors are relative to it, and the slice's may be
-            above 1; with every column kept there is still something to compensate.
+            pruned model: see `SiteProblem.weight`. Errors are relative to it, and the slice's may
+            be above 1; with every column kept there is still something to compensate.
         solve_dtype: of the products of long iterations; by default that of the statistics.
             Everything else is float64.
         written: dtype in which the weight will be stored: errors are those of the rounded weight.
@@ -85,7 +85,7 @@ def compensate(
         # Inputs → float64, semidefinite Gram, moderate units → the method's W̃
         problem, units = _moderate(_prepared(problem, method))
         if problem.nothing_to_compensate:
-            result = SiteResult(problem.weight)
+            result = SiteResult(problem.dense)
         else:
             result = _drawn_back(problem, method(problem, chosen), method)
         if not torch.isfinite(result.weight).all():
@@ -93,14 +93,14 @@ def compensate(
         # 𝓛 of the slice and of W̃, untempered, of the weights as they are written: a named method
         # that loses to the slice gives way to it; a user's own function is only reported.
         slice_, rounded = _rounded(problem, result, units, written)
-        before, after = relative_errors(slice_, problem.gram, kept, rounded, target=problem.aim)
-        if above(after, before, problem.weight.dtype):
+        before, after = relative_errors(slice_, problem.gram, kept, rounded, target=problem.weight)
+        if above(after, before, problem.dense.dtype):
             rise = "the relative error lies above the slice's"
             if method not in COMPENSATIONS.values():
                 record(rise)
             else:
                 record(f"{rise}: slice kept")
-                W = kept_columns(problem.weight, kept)
+                W = kept_columns(problem.dense, kept)
                 result, after = SiteResult(W, diagnostics=result.diagnostics), before
     errors = {"error_before": before, "error_after": after}
     diagnostics = {**errors, **result.diagnostics, "events": events}
@@ -118,16 +118,16 @@ def _rounded(
     A result that does not fit the dtype stays as it is: it is refused when it is cast.
     """
     if dtype is None:
-        return problem.weight, result
+        return problem.dense, result
 
     def rounded(tensor: Tensor, unit: float) -> Tensor:
         return (tensor * unit).to(dtype).to(tensor) / unit
 
     W = rounded(result.weight, units[0])
     if not torch.isfinite(W).all():
-        return problem.weight, result
+        return problem.dense, result
     bias = None if result.bias is None else rounded(result.bias, units[0] * units[1])
-    return rounded(problem.weight, units[0]), SiteResult(W, bias)
+    return rounded(problem.dense, units[0]), SiteResult(W, bias)
 
 
 def _drawn_back(problem: SiteProblem, result: SiteResult, method: Method) -> SiteResult:
@@ -136,7 +136,7 @@ def _drawn_back(problem: SiteProblem, result: SiteResult, method: Method) -> Sit
     if share >= 1 or method.shrinks:
         return result
     record(f"few tokens: drawn back to the slice; {FEW} for every kept column are enough")
-    W_K = kept_columns(problem.weight, problem.kept)
+    W_K = kept_columns(problem.dense, problem.kept)
     return replace(
         result,
         weight=W_K + share * (result.weight - W_K),
@@ -152,7 +152,7 @@ def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
     like = gram.xx
     return replace(
         problem,
-        weight=problem.weight.to(like),
+        dense=problem.dense.to(like),
         gram=replace(gram, xx=semidefinite(like)),
         value=None if value is None else value.to(like),
         target=None if problem.target is None else problem.target.to(like),
@@ -161,7 +161,7 @@ def _prepared(problem: SiteProblem, method: Method) -> SiteProblem:
 
 def _check_finite(problem: SiteProblem) -> None:
     problem.gram.check_finite()
-    tensors = {"weight": problem.weight, "value weight": problem.value, "target": problem.target}
+    tensors = {"weight": problem.dense, "value weight": problem.value, "target": problem.target}
     for name, tensor in tensors.items():
         if tensor is not None and not torch.isfinite(tensor).all():
             raise NumericalError(f"the {name} holds NaN or Inf")
@@ -185,9 +185,9 @@ def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
     one for the inputs. Both are 1 unless sizes are extreme for the dtype: products of four factors
     must stay in its range.
     """
-    weight, target, gram = problem.weight, problem.target, problem.gram
+    weight, target, gram = problem.dense, problem.target, problem.gram
     limit = torch.finfo(weight.dtype).max ** EXTREME
-    weight_unit = power_of_two(torch.stack([*weight.aminmax(), *problem.aim.aminmax()]))
+    weight_unit = power_of_two(torch.stack([*weight.aminmax(), *problem.weight.aminmax()]))
     # G holds squares of inputs: the unit of the inputs is the root of that of G.
     input_unit = 2.0 ** (math.frexp(power_of_two(gram.xx.diagonal()))[1] // 2)
     # Moderate sizes keep unit 1, and then nothing is copied.
@@ -204,4 +204,4 @@ def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
         # The largest token energies go: no compensation reads them.
         xx, x = gram.xx / area, gram.x / input_unit
         gram = replace(gram, xx=xx, x=x, centred=centred, largest=None)
-    return replace(problem, weight=weight, target=target, gram=gram), (weight_unit, input_unit)
+    return replace(problem, dense=weight, target=target, gram=gram), (weight_unit, input_unit)

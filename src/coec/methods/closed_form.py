@@ -20,7 +20,7 @@ def none(problem: SiteProblem) -> SiteResult:
 
     Source: Wanda-sp; the baseline of every comparison.
     """
-    return SiteResult(kept_columns(problem.weight, problem.kept))
+    return SiteResult(kept_columns(problem.dense, problem.kept))
 
 
 def bias(problem: SiteProblem) -> SiteResult:
@@ -30,7 +30,7 @@ def bias(problem: SiteProblem) -> SiteResult:
 
     Source: FLAP (An et al. 2024).
     """
-    W, dropped = problem.weight, problem.kept.dropped()
+    W, dropped = problem.dense, problem.kept.dropped()
     mean = problem.gram.mean.to(W.dtype)
     lost = W[:, dropped] @ mean[dropped]
     if problem.target is not None:
@@ -46,7 +46,7 @@ def least_squares(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 
     Source: ordinary ridge regression; the unconstrained refit, for comparison.
     """
-    start = torch.zeros_like(kept_columns(problem.weight, problem.kept))
+    start = torch.zeros_like(kept_columns(problem.dense, problem.kept))
     return _drawn_to(start, problem, options)
 
 
@@ -58,7 +58,7 @@ def ridge_to_slice(problem: SiteProblem, options: RidgeOptions) -> SiteResult:
 
     Source: this project.
     """
-    return _drawn_to(kept_columns(problem.weight, problem.kept), problem, options)
+    return _drawn_to(kept_columns(problem.dense, problem.kept), problem, options)
 
 
 def _drawn_to(
@@ -114,7 +114,7 @@ def rcpu(problem: SiteProblem) -> SiteResult:
     Source: RCPU.
     """
     target = OutputProblem.of_site(problem)
-    U, s, R = svd(kept_columns(problem.weight, problem.kept))
+    U, s, R = svd(kept_columns(problem.dense, problem.kept))
     # U → Q U = polar(Gyx Rᵀ diag(s)) → Ŵ = Q W_K → s* Ŵ
     W = (polar(target.Gyx @ (s[:, None] * R).T, nearest=U) * s) @ R
     linear, quadratic = float((target.Gyx * W).sum()), float((W @ target.Gxx * W).sum())

@@ -53,7 +53,7 @@ def coec(
     Raises:
         NumericalError: an input holds NaN or Inf.
     """
-    weight, kept = problem.weight, problem.kept
+    weight, kept = problem.dense, problem.kept
     W_K = kept_columns(weight, kept)
     # G^0 = I: the data-blind limit, whose best weight is the slice itself.
     if options.alpha == 0 or problem.nothing_to_compensate:
@@ -84,7 +84,7 @@ def _target(problem: SiteProblem, unit: float, alpha: float) -> RotationTarget:
     device = problem.gram.xx.device
 
     def target(place: torch.device) -> RotationTarget:
-        gram, aim = problem.gram, problem.aim.to(place) / unit
+        gram, aim = problem.gram, problem.weight.to(place) / unit
         kept = KeptSet(problem.kept.indices.to(place), problem.kept.size)
         return RotationTarget.of(
             OutputProblem.tempered(aim, gram.xx.to(place), kept, alpha, gram.precision)
@@ -217,7 +217,7 @@ def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m 
     error = target.error(W)
     with recording():
         rotated = rcpu(problem).weight
-    if above(error, target.error(kept_columns(problem.weight, problem.kept)), W.dtype):
+    if above(error, target.error(kept_columns(problem.dense, problem.kept)), W.dtype):
         record("the relative error lies above the slice's: fell back to rcpu")
         return rotated
     if above(error, target.error(rotated), W.dtype):

@@ -134,7 +134,7 @@ class Method:
                 f"compensation '{self.name}' returns a bias without having declared it: pass "
                 f"coec.Method({self.name}, adds_bias=True)"
             )
-        rows, dtype = len(problem.weight), problem.weight.dtype
+        rows, dtype = len(problem.dense), problem.dense.dtype
         shapes = {"weight": (rows, len(problem.kept.indices)), "bias": (rows,)}
         for name, shape in shapes.items():
             tensor = getattr(result, name)

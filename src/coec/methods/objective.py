@@ -24,8 +24,8 @@ class OutputProblem:
 
     Attributes:
         Gxx: `G[K, K]`.
-        Gyx: `T G[:, K]`, T the map to the wanted outputs (`SiteProblem.aim`), W₀ on the inputs of
-            the dense model.
+        Gyx: `T G[:, K]`, T the map to the wanted outputs (`SiteProblem.weight`), W₀ on the inputs
+            of the dense model.
         yy: `tr(T G Tᵀ) = ‖Y‖_F²`.
         precision: of the entries of Gxx, see `coec.linalg.spd.noise`.
     """
@@ -51,7 +51,7 @@ class OutputProblem:
     @classmethod
     def of_site(cls, problem: SiteProblem) -> "OutputProblem":
         """Return the problem of one site, under its raw second moment."""
-        return cls.of(problem.aim, problem.gram.xx, problem.kept, problem.gram.precision)
+        return cls.of(problem.weight, problem.gram.xx, problem.kept, problem.gram.precision)
 
     @classmethod
     def tempered(
@@ -101,7 +101,7 @@ def relative_errors(
     so small errors keep their digits. Nothing of the size of G is formed.
 
     Args:
-        target: T, if it is not the weight (`SiteProblem.aim`).
+        target: T, if it is not the weight (`SiteProblem.weight`).
     """
     aim = weight if target is None else target
     yy = output_energy(aim, gram.xx)
