@@ -1,7 +1,7 @@
 """Seconds a block takes at the widths of a large model, and where they go.
 
     python -m benchmarks.two_blocks [--presets fast paper balanced] [--samples 128] [--seq-len 2048]
-        [--scale 1] [--device auto] [--minutes 4]
+        [--scale 1] [--device auto] [--dtype bfloat16] [--minutes 4]
 
 Two blocks of random weights with the widths of Llama-3.1-8B, in bfloat16, and random token ids.
 Each preset prunes 30 % in a process of its own, and once more under cProfile on an eighth of the
@@ -45,12 +45,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--scale", type=float, default=1.0, help="of all widths")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--minutes", type=float, default=4.0, help="after which none is begun")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.one is not None:
         print(json.dumps(measured(**chosen.one)))
         return
+    dtype: torch.dtype = getattr(torch, chosen.dtype)
     ends = time.monotonic() + 60 * chosen.minutes
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         moved: dict[str, float] = {}
         failed = False
         try:
-            moved = moving(work, chosen.device, chosen.scale / 4, 2 * chosen.samples)
+            moved = moving(work, chosen.device, chosen.scale / 4, 2 * chosen.samples, dtype)
             failed = moved["on the host"] > moved["again"]
             print(
                 f"of a second run {moved['again']:.2g}, with states on the host "
@@ -69,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         except (CoecError, RuntimeError) as error:  # and the presets are measured all the same
             failed = True
             print(f"states on the host: failed: {error}")
-        dense, tokens = made(work, chosen.scale, chosen.samples, chosen.seq_len, torch.bfloat16)
+        dense, tokens = made(work, chosen.scale, chosen.samples, chosen.seq_len, dtype)
         for preset in chosen.presets:
             if time.monotonic() > ends:
                 print(f"{preset}: no time left")
@@ -132,13 +134,15 @@ def agreement(work: Path, device: str) -> float:
     return difference(*outs)
 
 
-def moving(work: Path, device: str, scale: float, samples: int) -> dict[str, float]:
+def moving(
+    work: Path, device: str, scale: float, samples: int, dtype: torch.dtype
+) -> dict[str, float]:
     """Return how far a second run is from the first, with hidden states where they were, and with
     hidden states on the host, copied from there and back: closed forms, and trained blocks with and
     without propagation. Raises RuntimeError where states of a GPU did not lie where they should.
     """
     length = max(32, round(4096 * scale))
-    dense, tokens = made(work, scale, samples, length, torch.bfloat16)
+    dense, tokens = made(work, scale, samples, length, dtype)
     brief: dict[str, Any] = {"reconstruct": 1}
     recipes: list[tuple[str, dict[str, Any]]] = [
         ("fast", {}), ("balanced", brief), ("balanced", brief | {"propagate": False}),
