@@ -12,26 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.real import ABLATION, BASELINE, DENSE, STARTS, TRAININGS, key_of, tables
+from benchmarks.real import ABLATION, DENSE, STARTS, TRAININGS, key_of, tables
 
 README = (
     ("the dense model", "", DENSE),
-    ("what Wanda-sp keeps, no compensation", "", "none"),
-    ("FLAP and its bias", "", "FLAP"),
+    ("Wanda-sp, no compensation", "", "none"),
+    ("FLAP", "", "FLAP"),
     ("RCPU", "`--preset paper --compensation rcpu`", "RCPU"),
     ("OSSCAR, its authors' code", "", "OSSCAR"),
-    ("the published method, COEC", "`--preset paper`", "paper"),
-    ("an answer at once", "`--preset fast`", "fast"),
-    ("the default", "`--preset balanced`", "balanced"),
-    ("at once, where custom code is no problem", "`--preset fast --by-block`", "fast, by block"),
-    ("the default's training, likewise", "`--preset balanced --by-block`", "balanced, by block"),
+    ("COEC", "`--preset paper`", "paper"),
+    ("closed forms", "`--preset fast`", "fast"),
+    ("blocks trained, the default", "`--preset balanced`", "balanced"),
+    ("closed forms, widths by block", "`--preset fast --by-block`", "fast, by block"),
+    ("blocks trained, widths by block", "`--by-block`", "balanced, by block"),
     (
-        "at once, then the whole model on 100,000 tokens",
-        "`--preset fast --by-block`, `coec recover`",
-        "fast, by block, recover 100k",
+        "closed forms by block, then `coec recover` on 100,000 tokens",
+        "`--preset fast --by-block`", "fast, by block, recover 100k",
     ),
-)
-"""What a row is for, the flags that make it, and its name."""
+)  # fmt: skip
+"""A method in words, the flags that make it, and the name of its row."""
 MAIN = (
     ("Wanda-sp, no compensation", "none"), ("Wanda-sp, COEC", "none, COEC"),
     ("FLAP, bias", "FLAP"), ("FLAP, COEC", "FLAP, COEC"),
@@ -113,17 +112,19 @@ def replaced(text: str, mark: str, content: str) -> str:
 
 def readme(rows: Rows) -> str:
     """Return README's table, at 30 %."""
-    base = rows[BASELINE, 0.3]["cpu"]
     lines = []
-    for purpose, flags, name in README:
+    for method, flags, name in README:
         row = rows.get((name, 0.0 if name == DENSE else 0.3))
-        cells = ["–"] * 4
+        cells = ["–"] * 5
         if row is not None:
+            start = rows.get((TRAININGS[name][0], 0.3), {}) if name in TRAININGS else row
+            removed = f"{100 * start['removed']:.1f} %" if "removed" in start else "–"
             stories = f"{row['stories_kl']:.3f}" if "stories_kl" in row else "–"
-            seconds = "–" if name == DENSE else f"{row['cpu'] / base:.1f}"
-            cells = [f"{row['perplexity']:.1f}", f"{row['kl']:.3f}", stories, seconds]
-        lines.append([purpose, flags, *cells])
-    return record.table(["", "", "perplexity", "KL", "KL on stories", "seconds"], lines)
+            minutes = "–" if name == DENSE else f"{row['cpu'] / 60:.0f}"
+            cells = [removed, f"{row['perplexity']:.1f}", f"{row['kl']:.3f}", stories, minutes]
+        lines.append([method, flags, *cells])
+    heads = ["", "", "removed", "perplexity", "KL", "KL on stories", "minutes"]
+    return record.table(heads, lines)
 
 
 def main_table(rows: Rows) -> str:

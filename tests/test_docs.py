@@ -30,13 +30,13 @@ def fenced(language: str, text: str = GUIDE) -> list[str]:
 
 
 def test_every_command_is_in_the_readme_and_has_help():
-    assert README.count("\n") <= 130
+    assert README.count("\n") <= 150
     for command in COMMANDS:
         assert f"coec {command}" in README
 
 
 def test_every_flag_named_in_a_document_exists():
-    known = {"version", "help", "model-impl", "shared", "install-completion"}
+    known = {"index-url", "version", "help", "model-impl", "shared", "install-completion"}
     known |= {"nproc-per-node", "nnodes", "rdzv-backend", "rdzv-endpoint"}  # of torchrun
     known |= {"max-restarts"}  # likewise
     known |= {"use", "fsdp", "num"}  # before a _ in flags of `accelerate launch`
