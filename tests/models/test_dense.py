@@ -63,6 +63,28 @@ def test_shards_are_read_as_one_file_is(model):
     assert len(block) == 9
 
 
+def test_shards_without_an_index_are_read_too(model):
+    expected = Dense.open(model).digest
+    split(model)
+    (model / INDEX).unlink()
+    for number in range(3):
+        (model / f"model-{number}.safetensors").rename(
+            model / f"model-{number + 1}-of-3.safetensors"
+        )
+    assert Dense.open(model).digest == expected
+    (model / "model-2-of-3.safetensors").unlink()
+    with pytest.raises(ModelError, match="lacks"):
+        Dense.open(model)
+
+
+def test_a_tensor_that_zero_left_empty_is_named_with_the_cure(dense, tmp_path):
+    folder = shutil.copytree(dense, tmp_path / "empty")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tm.edit_weights(folder, lambda weights: weights | {name: torch.empty(0)})
+    with pytest.raises(ModelError, match=r"up_proj\.weight .*shape \(0,\).*zero_to_fp32"):
+        Dense.open(folder)
+
+
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("left", [None, 0, 4, 200, -8])
 def test_one_shard_of_many_that_is_missing_or_truncated_is_named(left, number, model):

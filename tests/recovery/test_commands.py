@@ -245,3 +245,18 @@ def test_a_training_that_is_refused_keeps_the_finished_pruning(
     assert (tmp_path / "out.partial/states/pruned/config.json").is_file()
     monkeypatch.setattr(recovery, "prune", None)  # it is not done again
     prune_and_recover(dense, tmp_path / "out", 1000, **how)
+
+
+def test_other_threads_do_not_go_on_with_both(dense, tokens, tmp_path, monkeypatch):
+    how = {"calibration": tokens, **PRUNING}
+    with monkeypatch.context() as patch:
+        patch.setattr(session.Session, "train", end)
+        with pytest.raises(KeyboardInterrupt):
+            prune_and_recover(dense, tmp_path / "out", 1000, **how)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(UnfinishedError, match="threads was"):
+            prune_and_recover(dense, tmp_path / "out", 1000, **how)
+    finally:
+        torch.set_num_threads(threads)

@@ -325,8 +325,13 @@ def check_headers(
                 f"{place} is {header.dtype}: the weights are quantised; pruning needs float weights"
             )
         if header.shape != tuple(expected[name]):
+            empty = (
+                ""
+                if math.prod(header.shape)
+                else ("; ZeRO-3 leaves empty tensors: gather them first (zero_to_fp32.py)")
+            )
             raise ModelError(
-                f"{place} has shape {header.shape}, config.json says {tuple(expected[name])}"
+                f"{place} has shape {header.shape}, config.json says {tuple(expected[name])}{empty}"
             )
     dtypes = {FLOAT_DTYPES[headers[name].dtype] for name in expected}
     return functools.reduce(torch.promote_types, sorted(dtypes, key=str))

@@ -31,7 +31,7 @@ FLOAT_DTYPES = {
 }
 """Dtypes that a weight may be stored in, by safetensors' names."""
 INDEX = "model.safetensors.index.json"
-_WEIGHTS = "model.safetensors"
+_WEIGHTS, _SHARDS = "model.safetensors", "model-*-of-*.safetensors"
 _LFS = b"version https://git-lfs.github.com/spec/"
 """Start of a pointer to a file that git-LFS has not fetched."""
 _MERGE = (
@@ -85,7 +85,7 @@ def _finite(number: str) -> float:
     """Parse a float of JSON text; refuses `1e400`, `NaN` and `Infinity`."""
     value = float(number)
     if value - value != 0:
-        raise ValueError(f"the number {number[:20]} is not finite")
+        raise ValueError(f"the number {number[:20]} is not finite: write a finite one")
     return value
 
 
@@ -200,7 +200,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
     # Every file of the index is opened once, and agrees with it.
     index = _index(folder)
     headers: dict[str, Header] = {}
-    for file_name in sorted(set(index.values())) or [_WEIGHTS]:
+    for file_name in sorted(set(index.values())) or _without_index(folder):
         with opened(folder / file_name) as file:
             for whole in file.keys():
                 name = _WRAPPED.sub("", whole)
@@ -227,12 +227,21 @@ def read_headers(folder: Path) -> dict[str, Header]:
     return headers
 
 
+def _without_index(folder: Path) -> list[str]:
+    """Return the single file of weights, or the shards of a folder whose index is missing."""
+    return (
+        [_WEIGHTS]
+        if (folder / _WEIGHTS).exists()
+        else sorted(path.name for path in folder.glob(_SHARDS))
+    )
+
+
 def _index(folder: Path) -> dict[str, str]:
-    """Read the index: tensor name → file name, in this folder; empty for a single file."""
+    """Read the index: tensor name → file name, in this folder; empty if there is none."""
     check_merged(folder)
     path, single = folder / INDEX, (folder / _WEIGHTS).exists()
     if not path.exists():
-        if single:
+        if single or any(folder.glob(_SHARDS)):
             return {}
         hint = ""
         if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):

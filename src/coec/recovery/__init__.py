@@ -18,6 +18,7 @@ from coec.checkpoint.journal import Journal, journal, unfinished
 from coec.checkpoint.report import Report
 from coec.config.recipe import Recipe
 from coec.config.recovery import PassDtypeName
+from coec.devices import computed_by
 from coec.errors import OptionError
 from coec.events import Progress
 from coec.models.dense import Dense
@@ -121,7 +122,7 @@ def prune_and_recover(
     identity: JsonDict = {
         "pruning": asked | {"kept": None if planned.kept is None else planned.kept.digest},
         "recovery": identity_of(recovery), "dense": dense.fingerprint,
-        "tokenizer": tokenizer_digest(dense.folder),
+        "tokenizer": tokenizer_digest(dense.folder), "computed_by": computed_by(planned.device),
     }  # fmt: skip
     restart = restart or bool(recipe.own_functions)
     with journal(target, identity, force=force, restart=restart) as pieces:
