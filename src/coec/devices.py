@@ -212,8 +212,8 @@ def resident_bytes() -> int:
 def hand_back() -> None:
     """Return freed memory to the system, where glibc allocates it; called after every block.
 
-    glibc keeps freed tensors of up to 32 MiB for later ones, in pieces that do not fit those of the
-    next block: without this call a process grows with the number of blocks. The threshold from
+    glibc keeps freed tensors of up to 32 MiB for later ones, in pieces that do not fit tensors of
+    the next block: without this call a process grows with the number of blocks. The threshold from
     which glibc keeps nothing is a setting of the whole process, and new pages would be made for
     every tensor.
     """

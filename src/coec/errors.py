@@ -1,8 +1,8 @@
 """Errors that a user can mend.
 
-Every message says what must hold, what was found, and what to change, on one line: the command
-prints it as it is, without a traceback, and exits with status 1. The change is named as a keyword
-argument, `seq_len=64`, which the command spells as a flag (`coec.cli.common`).
+Every message states the requirement, the value found, and the change to make, on one line: the
+command prints it unchanged, without a traceback, and exits with status 1. The change is named as a
+keyword argument, `seq_len=64`, which the command spells as a flag (`coec.cli.common`).
 """
 
 import importlib

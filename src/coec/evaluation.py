@@ -153,7 +153,7 @@ def perplexity(
     if sampled and dense is None:
         raise OptionError("text=self samples from the baseline: give baseline=DENSE")
     if not sampled:
-        # A model in memory may have no folder: the baseline's tokenizer takes the place of its own.
+        # A model in memory may have no folder: the baseline's tokenizer is used instead.
         foreign = isinstance(measured, Loaded) and not has_tokenizer(measured.folder)
         reader = dense if foreign and dense is not None else measured
         stream = _read(reader, text, rules, length, trust_remote_code, progress)

@@ -90,7 +90,7 @@ def agree(seen: dict[str, str]) -> None:
 
 
 def lead(work: Callable[..., Value], *arguments: Any) -> Value:
-    """Return on every process what the first one computes; its error ends all of them."""
+    """Return the result of the first process on every process; its error ends all of them."""
     if size() == 1:
         return work(*arguments)
     answer: list[Any] = [None, None]
@@ -108,7 +108,7 @@ def lead(work: Callable[..., Value], *arguments: Any) -> Value:
 
 
 def lead_only(work: Callable[..., Value], *arguments: Any) -> Value | None:
-    """Return on the first process what it computes there, such as what holds a model; else None."""
+    """Return a result on the first process only, such as an object with a model; else None."""
     made: list[Value] = []
 
     def make() -> None:
@@ -126,7 +126,7 @@ def leading(context: AbstractContextManager[Value]) -> Iterator[Value | None]:
 
 
 def each(works: Sequence[Callable[[], Value]]) -> list[Value]:
-    """Return what each of the works computes, process n doing the n-th; on every process."""
+    """Return the results of all works on every process; process n computes the n-th."""
     if size() == 1:
         return list(map(call, works))
     done = [_on_cpu(works[rank()]())] if rank() < len(works) else [None]
@@ -134,7 +134,7 @@ def each(works: Sequence[Callable[[], Value]]) -> list[Value]:
 
 
 def share(items: Sequence[Item]) -> Sequence[Item]:
-    """Return the items of this process: a run of consecutive ones, about as many for each."""
+    """Return the items of this process: a run of consecutive ones, about equally long for each."""
     return items[rank() * len(items) // size() : (rank() + 1) * len(items) // size()]
 
 
@@ -181,7 +181,7 @@ def sum_to(to: int, parts: Iterable[Any]) -> Any:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a value whose tensors are those of the CPU, which any machine can read."""
+    """Return a value whose tensors are on the CPU, so that any machine can read them."""
     if not torch.cuda.is_available():
         return value
 

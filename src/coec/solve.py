@@ -117,7 +117,7 @@ def _solve_in_sequence(
         cut, row = parallel.lead(_fitted, site, tensors, streams.site_sums(block, number), plan)
         small = cut_block(tensors, [cut], plan.written)
         written |= {name: small[name] for name in site.tensors if name in small}
-        if site is not block.sites[-1]:  # what is left of the layer is run by `advance`
+        if site is not block.sites[-1]:  # `advance` runs the rest of the layer
             streams.advance_site(block, number, written)
         cuts.append(cut)
         rows.append(row)
@@ -205,7 +205,7 @@ def solve_site(
 
 
 def _selected(site: Site, weight: Tensor, gram: Gram, plan: Plan) -> KeptSet:
-    """Return the units that stay: the units that were named, or those of the highest scores."""
+    """Return the kept units: the units that the user named, or the units of the highest scores."""
     named = None if plan.kept is None else plan.kept.of_site(site)
     if named is not None:
         return KeptSet(named.indices.to(gram.x.device), named.size)

@@ -27,10 +27,10 @@ class Gram:
     Attributes:
         xx: `Σ x xᵀ`, the raw (not centred) second moment, float64 as accumulated.
         x: `Σ x`, the channel sums.
-        tokens: N, how many token positions were summed; 0 where all sums are 0, as those of an
-            expert that no token was routed to.
+        tokens: N, how many token positions were summed; 0 if all sums are 0, as for an expert
+            that no token was routed to.
         centred: `Σ (x − μ)²` of every channel. From xx and x alone it would lose all its digits
-            where a mean is large beside the deviation; None takes it from there all the same.
+            if a mean is large compared with the deviation; None computes it from these anyway.
         precision: how far `xx_ij` may be off, relative to `√(xx_ii xx_jj)`, beyond the rounding of
             its dtype: it decides which eigenvalues are noise. 0 for sums as exact as their dtype.
         output_norms: `Σ ‖W₀ x‖₂`, where the consumer is an expert's; else None.
@@ -164,7 +164,7 @@ class GramSum:
         batch.x = _summed(weighted)
         batch.tokens = len(rows)
         batch.weight = n = len(rows) if w is None else w.sum(dtype=torch.float64)
-        # Squares around the batch's own mean: those of the raw values would drown the deviations.
+        # Squares around the batch's own mean: squares of the raw values would swamp the deviations.
         deviations = rows - (batch.x / n).to(rows.dtype)
         off = _summed(deviations if w is None else deviations * w)
         squares = deviations.square_() if w is None else deviations.square_() * w
@@ -173,7 +173,7 @@ class GramSum:
         self.merge(batch)
 
     def add_outputs(self, norms: Float[Tensor, "..."]) -> None:
-        """Adds the norms of what the consumer makes of rows."""
+        """Adds the norms of the consumer's outputs for rows."""
         self.output_norms += norms.sum(dtype=torch.float64)
 
     def merge(self, addend: "GramSum") -> None:
@@ -239,7 +239,7 @@ def _largest(a: Float[Tensor, " s"], b: Float[Tensor, " t"]) -> Float[Tensor, " 
 
 
 def _symmetrize(A: Float[Tensor, "n n"], block: int = 4096) -> None:
-    """`A ← (A + Aᵀ)/2`, a block at a time: a copy may not fit beside a large matrix."""
+    """`A ← (A + Aᵀ)/2`, a block at a time: memory may not hold a copy of a large matrix."""
     for i in range(0, len(A), block):
         for j in range(0, i + block, block):
             upper, lower = A[i : i + block, j : j + block], A[j : j + block, i : i + block]
@@ -309,11 +309,11 @@ class SiteProblem:
     Attributes:
         dense: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs; float64 like
             every tensor here.
-        gram: statistics of its inputs, as many as W₀ has columns.
+        gram: statistics of its inputs, one channel per column of W₀.
         kept: the columns that stay.
         value: where the consumer follows attention and the method needs it: the pruned value
             projection as the consumer sees it, one row per kept column.
-        target: T, whose products with the inputs are what the outputs should be, if that is not
+        target: T, whose products with the inputs are the desired outputs, if that is not
             W₀; a method reads `weight`.
         solve_dtype: of the products of long iterations, which a device may multiply much faster in
             float32. Decompositions, closed forms and errors are float64 in any case.

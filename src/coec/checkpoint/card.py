@@ -1,4 +1,4 @@
-"""The model card: what was done, the command that does it again, and what was measured."""
+"""The model card: the pruning, the command that repeats it, and the measurements."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ CARD = "README.md"
 LARGEST_CARD = 2**20
 """Bytes of a dense model's card beyond which it is not read."""
 TAKEN = ("license", "license_name", "license_link", "language")
-"""What a dense model's card says that holds for what is made of it too."""
+"""Entries of a dense model's card that also hold for models made from it."""
 _TRAINED_WITH = (
     "tokens", "lora", "teacher", "seq_len", "seed", "forward_dtype", "learning_rate",
     "cross_entropy", "batch_size",
@@ -152,7 +152,7 @@ def _measured(report: Report) -> str:
 
 
 def _recovered(report: Report) -> str:
-    """Return what every training of the pruned model was, and what it gave; "" without any."""
+    """Describe every training of the pruned model and its result; "" if there was none."""
     if not report.recoveries:
         return ""
     lines = ["", "## Recovered", "", "The errors above are those before this training.", ""]
@@ -288,7 +288,7 @@ def _units(recipe: Mapping[str, Any]) -> str:
 
 
 def _of_what(width: str) -> str:
-    """Return what a width counts, in words."""
+    """Return the name of the units that a width counts."""
     return "channels per expert" if width == "experts" else f"{width.replace('_', ' ')} per block"
 
 

@@ -51,7 +51,7 @@ _PREDICTIONS = "predictions"
 class Checkpoint:
     """A checkpoint in the making, whose pieces a journal holds.
 
-    The first process alone has the journal, and writes; what it reads there all processes get.
+    Only the first process has the journal and writes; it sends all others the data it reads.
 
     Attributes:
         finished: the report of an earlier run that was killed when all was done; else None.
@@ -75,7 +75,7 @@ class Checkpoint:
             out: the folder to make.
             plan: of the run.
             dense: the model.
-            text: what the calibration windows depend on.
+            text: the inputs that determine the calibration windows.
             force: replace the model that `out` holds.
             restart: begin anew if an unfinished run was asked for something else. A run with
                 functions of the user's own always does: nothing tells whether they are the same.
@@ -106,7 +106,7 @@ class Checkpoint:
                 checkpoint._thread.shutdown()
 
     def _earlier(self) -> Report | None:
-        """Return the report of a run that was complete; tell the model what was made of it."""
+        """Return the report of a complete run; else pass the journal's digests to the model."""
         if self._journal.finished:
             return Report.read(self._journal.out)
         since = (

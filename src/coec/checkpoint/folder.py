@@ -1,7 +1,7 @@
 """Output folders and files that appear whole or not at all, and replace nothing they should not.
 
-Work goes on in `OUT.partial/`, beside OUT. Whatever ends a run, OUT is then what it was before, or
-complete. A lock in that folder distinguishes a working run from a killed one, whose finished pieces
+A run writes to `OUT.partial/`, next to OUT. However a run ends, OUT is then unchanged or complete.
+A lock in that folder distinguishes a working run from a killed one, whose finished pieces
 (`coec.checkpoint.journal`) the next run of the same OUT takes up.
 """
 
@@ -29,7 +29,7 @@ _TYPES = {
     OLD: (stat.S_ISDIR,), WORK: (stat.S_ISDIR,), STATES: (stat.S_ISDIR,),
 }  # fmt: skip
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Answers of file systems without locks, such as those of some networks."""
+"""Error numbers of file systems without locks, such as some network file systems."""
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://?")
 """Start of a URL; only one slash is left of it where it was read as a path."""
 
@@ -74,7 +74,7 @@ def free_space(out: Path) -> int:
 
 
 def check_replaceable(out: Path, force: bool) -> None:
-    """Raise OutputError unless `out` is free, or `force` may replace what it holds."""
+    """Raise OutputError unless `out` is free, or `force` may replace its content."""
     if out.is_dir() and any(out.iterdir()):
         if not force:
             raise OutputError(
@@ -178,8 +178,8 @@ def claimed(out: Path) -> Iterator[Path]:
 def appearing(out: Path, magic: bytes, force: bool) -> Iterator[Path]:
     """Give the path to write a single file to, which becomes `out` at the end of the block.
 
-    A file has no journal: what a killed run left of it is written anew. `magic` and `force` are as
-    in `check_file`.
+    A file has no journal: the partial file of a killed run is written anew. `magic` and `force`
+    are as in `check_file`.
 
     Raises:
         OutputError: another run is writing it, something appeared there, or the disk refuses.
@@ -319,8 +319,8 @@ def empty(partial: Path) -> None:
 
 
 def publish(partial: Path, out: Path, force: bool) -> None:
-    """Rename the finished folder to `out`; where something appeared there, the result is put beside
-    it, as the OutputError says.
+    """Rename the finished folder to `out`. If something appeared there, put the result next to it
+    and name its place in the OutputError.
     """
     # OUT → old, new → OUT. A crash between the two renames leaves no OUT: `claimed` puts it back.
     if force and out.is_dir() and any(out.iterdir()):
@@ -340,7 +340,7 @@ def publish(partial: Path, out: Path, force: bool) -> None:
 
 
 def _put_beside(result: Path, out: Path) -> OutputError:
-    """Give a result the first free name beside `out`; the error says which."""
+    """Rename a result to the first free name next to `out`; the error states the name."""
     suffix = "" if result.is_dir() else out.suffix
     stem = out.name.removesuffix(suffix)
     names = (out.with_name(f"{stem}-{number}{suffix}") for number in range(1, 10**6))

@@ -168,7 +168,7 @@ class Journal:
             self._begin(identity)
             return False
         begun = self._parse(lines)
-        # Killed behind the rename: the note, no `new`, and OUT as it was recorded.
+        # Killed after the rename: the note, no `new`, and OUT as it was recorded.
         placed = _PLACING in self._entries and not self.new.exists() and self._in_place()
         # Through JSON, as the first line went: tuples are lists there.
         differences = describe_differences(begun, json.loads(json.dumps(identity)))
@@ -180,7 +180,7 @@ class Journal:
                 f"an unfinished run into '{self.out}' was asked for something else ({differences}):"
                 " ask for the same to continue it, or pass restart=True to throw it away"
             )
-        # A line appended behind a torn one would be part of it.
+        # A line appended after a torn line would become part of it.
         if len(lines) < len(content):
             with self._path.open("r+b") as file:
                 file.truncate(len(lines))

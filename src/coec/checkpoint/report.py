@@ -29,12 +29,12 @@ class Report:
         plan: widths, parameters, output format, loaders.
         calibration: where the windows came from, with digests.
         sites: one entry per block and site.
-        reconstruction: where the pruned model was run beside the dense one: how well every
+        reconstruction: if the pruned model was run together with the dense model: how well every
             candidate predicts the validation windows, and which was chosen.
         seconds: wall-clock time by phase.
         environment: versions and device.
-        origin: what the dense model is called, and what its card says of licence and language.
-        recoveries: what every training of the pruned model was, and what it gave.
+        origin: the name of the dense model, and the licence and language in its card.
+        recoveries: every training of the pruned model, and its result.
     """
 
     model: str
@@ -80,7 +80,7 @@ class Report:
         return rows
 
     def as_dict(self) -> JsonDict:
-        """Return the report without places: no output folder, and no folders of what was read."""
+        """Return the report without places: no output folder, and no folders of the inputs."""
         record = {name: value for name, value in vars(self).items() if name != "out"}
         return {"coec": __version__, **public(record)}
 

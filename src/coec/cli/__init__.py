@@ -1,9 +1,9 @@
 """The command: flags to settings, results to text or JSON. Nothing is computed here.
 
 Results go to stdout, everything else to stderr. Exit status 0; 1 for an error the user can mend;
-2 for wrong usage; 130 after Ctrl-C. Commands import what they need only when they run: help is
-there at once. This module imports nothing beyond the standard library, so that an interrupt during
-any other import is caught here.
+2 for wrong usage; 130 after Ctrl-C. Commands import their modules only when they run, so
+that help appears at once. This module imports nothing beyond the standard library, so that an
+interrupt during any other import is caught here.
 """
 
 import io
@@ -63,7 +63,7 @@ def _run() -> None:
 
 
 def _end_by_signal(error: BaseException) -> None:
-    """Raise the exit of the signal that came, if one has, in place of any other error."""
+    """Raise the exit of a received signal, if there is one, instead of any other error."""
     asked = error.code if isinstance(error, SystemExit) else signals.status()
     if not asked:  # a command that finished in spite of a signal has not failed
         return
@@ -90,7 +90,7 @@ def _out_of_memory(error: BaseException) -> str | None:
 
 
 def _say_ended(error: BaseException) -> None:
-    """Say what a signal leaves: nothing, or finished work and the line that goes on with it."""
+    """Print what a signal left: nothing, or finished work and the line that resumes it."""
     _say("interrupted" if _kept(error) else signals.STOPPED)
     _say_what_is_kept(error)
 

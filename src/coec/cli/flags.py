@@ -32,7 +32,7 @@ class Flag(NamedTuple):
         text: its help.
         heading: the heading under which help lists it.
         metavar: what stands for a value in help.
-        names: values that are allowed: beside numbers or functions, or alone.
+        names: allowed values: in addition to numbers or functions, or as the only ones.
         functions: whether a function of the user's own is allowed, as FILE.py:NAME.
         callback: called if the switch is given, before anything else is read.
     """
@@ -161,7 +161,7 @@ def read_config(path: Path, names: Iterable[str]) -> Values:
 
 
 _ARGUMENT = re.compile(
-    r"(?P<quoted>(?<!\w)'[^']*')"  # a path, or what the user wrote: left as it is
+    r"(?P<quoted>(?<!\w)'[^']*')"  # a path, or text of the user: left unchanged
     r"|^(?P<first>\w+)(?= must )"
     r"|(?<![\w.])(?P<name>[a-z][a-z_]*)=(?P<value>\"[^\"]*\"|[\w.:/+-]*[\w/+-])"
 )

@@ -10,7 +10,7 @@ from coec.cli.signals import interruptible
 from coec.events import RESUMING, Progress, duration
 
 _HALF_MINUTE = 30.0
-"""Seconds between two lines, but for those of finished blocks and cells."""
+"""Seconds between two lines; lines of finished blocks and cells are printed at once."""
 _LONG = ("solving", "allocating")
 """Phases of blocks, each of which may take long and has a line when it is finished."""
 
@@ -85,7 +85,7 @@ class ProgressLines:
 
     def advance(self, phase: str, count: int, total: int) -> None:
         """Print how far a phase is, if it is time for that."""
-        # Clock of the phase → whether it is time for a line → what is left, by the rate so far
+        # Clock of the phase → whether it is time for a line → remaining time, by the rate so far
         time_now = self.clock()
         self._last = time_now if self._last is None else self._last
         if count <= self._counts.get(phase, -1):  # the phase begins once more

@@ -1,4 +1,4 @@
-"""`coec prune`: what a pruning would do, for `--dry-run`, and what it did."""
+"""`coec prune`: print the plan of a pruning, for `--dry-run`, and its result."""
 
 import itertools
 import math
@@ -118,7 +118,7 @@ def prune_command(
 
 
 def _show_plan(plan: "Plan", model: str, out: str | None, flags: Mapping[str, Any]) -> None:
-    """Print what a pruning would do and take; then OptionError if it does not fit in the memory."""
+    """Print the plan of a pruning and its costs; raise OptionError if it does not fit in memory."""
     from coec.devices import product_rate
     from coec.planning.memory import disk, memory, operations, placed
 

@@ -97,7 +97,7 @@ def ways_to_train(
     free = FreeMemory.of(device).computing
     ways = plan.footprints(dense, pruned, recovery, device, free)
     rate = product_rate(device, ways[0].dtype)
-    # A line and a record for every way to train, the one that would be taken first
+    # A line and a record for every way to train; the way that would be chosen comes first
     rows, records = [], []
     for way in ways:
         seconds = way.operations / rate if recovery.minutes is None else 60 * recovery.minutes

@@ -34,7 +34,7 @@ from coec.models.dense import Dense
 _ROTATED = ("attn_q", "attn_k")
 """Matrices whose outputs rotary positions turn."""
 _METADATA = 2**20
-"""Bytes set aside for everything in a file besides tensors and tokens."""
+"""Bytes reserved for everything in a file except tensors and tokens."""
 GGUF_TYPES = {name: gguf.GGMLQuantizationType[name.upper()] for name in GGUF_DTYPES}
 """GGUF's types of numbers by the names of dtypes."""
 _HALVES = {torch.float16: GGUF_TYPES["f16"], torch.bfloat16: GGUF_TYPES["bf16"]}
@@ -86,8 +86,8 @@ def entries(
 ) -> tuple[Entry, ...]:
     """List the tensors of the file: matrices in the chosen dtype, vectors in f32.
 
-    A matrix whose rows do not divide into blocks of the dtype is f16. `heads` are those of every
-    block, for the tensors whose rows change their order.
+    A matrix whose rows do not divide into blocks of the dtype is f16. `heads` holds the
+    heads of every block, for the tensors whose rows change their order.
     """
     # gguf's own table of names for this architecture; a tensor without a name there is refused.
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
@@ -117,7 +117,7 @@ def interleaved(rows: Float[Tensor, "rows *columns"], heads: int) -> Float[Tenso
 
 
 def encoded(weight: Tensor, gguf_type: gguf.GGMLQuantizationType, name: str) -> np.ndarray:
-    """Convert numbers to those of the file; raises ModelError if they would not be finite."""
+    """Convert numbers to the dtype of the file; raises ModelError if they would not be finite."""
     if _HALVES.get(weight.dtype) == gguf_type and torch.isfinite(weight).all():
         return weight.contiguous().view(torch.uint8).numpy()  # as the weights are stored
     # Stored dtype → float32 → the file's type, whose range must hold it
@@ -181,7 +181,7 @@ def write(plan: ExportPlan, path: Path, progress: Progress | None) -> None:
             writer.add_tensor_info(_DIVISORS, factors.shape, factors.dtype, factors.nbytes)
         # Names, shapes and types of all tensors come first in the file, their numbers later.
         for entry in plan.entries:
-            # Beside the type, the dtype of the numbers plays no role.
+            # Only the type matters here, not the dtype of the numbers.
             dtype = np.dtype(np.float32)
             writer.add_tensor_info(entry.name, entry.shape, dtype, entry.size, entry.gguf_type)
         writer.write_header_to_file()

@@ -55,7 +55,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Sizes and constants of a model besides those of its `Shape`.
+    """Sizes and constants of a model that its `Shape` lacks.
 
     Attributes:
         name: for people.
@@ -149,7 +149,7 @@ def _multipliers(config: Any, head_dim: int) -> dict[str, float]:
 
 def rotary_of(model: Description) -> Rotary:
     """Read a model's rotary positions as transformers does; raises ModelError for unknown ones."""
-    # transformers computes the frequencies, with its defaults for what a configuration lacks.
+    # transformers computes the frequencies, with its defaults for keys that a configuration lacks.
     network: Any = model.skeleton()
     compute_buffers(network, torch.device("cpu"))
     config = network.config
@@ -182,7 +182,7 @@ def rotary_of(model: Description) -> Rotary:
 
 
 def _check_stored(settings: JsonDict, stored: set[str], rope_type: str) -> None:
-    """Raises ModelError for a setting that would be lost, and changes what is computed."""
+    """Raises ModelError for a setting that would be lost, and that changes the computation."""
     for key, value in settings.items():
         neutral = {**_YARN_DEFAULTS, "partial_rotary_factor": 1.0}.get(key)
         if key not in stored and value is not None and value != neutral:
@@ -203,7 +203,7 @@ def _check_yarn(scaling: float, factor: float) -> None:
 
 
 def _factors(frequencies: torch.Tensor, base: float) -> tuple[float, ...]:
-    """Divide plain frequencies by those of transformers: exactly 1 where they are equal."""
+    """Divide plain frequencies by the frequencies of transformers: exactly 1 if they are equal."""
     steps = torch.arange(0, 2 * len(frequencies), 2, dtype=torch.int64).float()
     # As transformers computes them, in float32: equal frequencies must give a factor of exactly 1.
     plain = 1.0 / base ** (steps / (2 * len(frequencies)))
@@ -220,7 +220,7 @@ class ExportTarget:
         biases: projections that may have one.
         factors: True where it reads a factor for every rotary frequency.
         multipliers: True where it multiplies embeddings, attention, residuals and logits.
-        by_block: True where every block may have widths of its own.
+        by_block: True if widths may differ by block.
     """
 
     name: str
@@ -257,7 +257,7 @@ TARGETS: dict[str, tuple[ExportTarget, ...]] = {
     "qwen2": (_LLAMA, _DECI),  # llama.cpp's own qwen2 takes heads for as wide as the hidden states
     "qwen3": (_QWEN3,),  # the only one with norms of queries and keys
     "granite": (_LLAMA, _GRANITE, _DECI),  # a pruned Llama with biases is stored as Granite
-    "seed_oss": (_LLAMA, _DECI),  # llama.cpp's own has no biases but those of q, k and v
+    "seed_oss": (_LLAMA, _DECI),  # llama.cpp's own has biases of q, k and v only
 }
 """Architectures that may hold a model type; the first that does is taken."""
 

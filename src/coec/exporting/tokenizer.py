@@ -1,6 +1,6 @@
 """A model's tokenizer in the terms of llama.cpp, or the reason why llama.cpp has none like it.
 
-llama.cpp has code of its own for each kind of tokenizer, and a file only names the kind. A
+llama.cpp has separate code for each kind of tokenizer, and a file only names the kind. A
 tokenizer.json that no kind computes is refused, since the same text would become other ids.
 """
 

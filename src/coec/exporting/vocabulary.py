@@ -5,8 +5,8 @@ before it, and llama.cpp has a name for each way.
 
 BPE over pieces of text with a token for every byte, as in SentencePiece, Llama 2 and Mistral: a
 tokenizer.json merges pairs in a given order, llama.cpp, as SentencePiece, whichever two neighbours
-make the token of the highest score. Both give the same ids where every pair that makes a token is
-among the merges, and those of one token stand together.
+make the token of the highest score. Both give the same ids if every pair that makes a token is
+among the merges, and the merges of one token are consecutive.
 """
 
 from collections.abc import Mapping

@@ -77,17 +77,17 @@ class Alignment:
         """Return a turn of the modes, reduced by the resistance of the penalty.
 
         `turn` is a skew gradient times `softness`, the inverse of every plane's half curvature.
-        Turns among the aligned rows leave `R_rᵀ R_r` as it is; those between them and the others
-        move it, and are taken back as far as `λ_a 𝒜` is stiffer than the plane.
+        Turns among the aligned rows leave `R_rᵀ R_r` unchanged; turns between them and the others
+        move it, and are reduced as far as `λ_a 𝒜` is stiffer than the plane.
         """
         rows = self.rows
         # A plane of two aligned rows leaves 𝒜 as it is; one of an aligned row and another does not.
         D = R @ self.writer
         soft = softness[rows]
         soft[:, rows] = 0
-        # S_i = Σ_j softness_ij D_j D_jᵀ. The softness is that of half curvatures, and so is c.
+        # S_i = Σ_j softness_ij D_j D_jᵀ. Both the softness and c refer to half curvatures.
         absorbed = _absorbed(D[rows], soft @ _products(D), self._stiffness, D.dtype)
-        # turn → what the penalty takes back of it; a turn is skew, so the columns follow the rows
+        # turn → its reduction by the penalty; a turn is skew, so the columns follow the rows
         between = turn[rows]
         between[:, rows] = 0
         back = soft.mul_(absorbed(between @ D) @ D.T)

@@ -205,7 +205,7 @@ def _line_search(
         # f(s) ≈ value + slope · s + (rise / 2) (s / step)²; its minimum is at `best`.
         rise = 2 * (new - value - step * slope)
         best = -slope * step * step / rise if rise > 0 else 4 * step
-        # Armijo: a step must lower the objective by a share of what the slope promises.
+        # Armijo: a step must lower the objective by a share of the slope's prediction.
         sufficient = new <= value + ARMIJO * step * slope
         if sufficient and (lowest is None or new < lowest[0].value):
             lowest = point, step

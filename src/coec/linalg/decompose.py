@@ -174,7 +174,7 @@ def polar(
     if nearest is None or rank == len(sigma):
         return P @ Qt
     record("polar factor of a singular matrix: directions without information kept as they were")
-    # Split off the null space: there the same problem is solved for `nearest` in place of A.
+    # Split off the null space: there the same problem is solved for `nearest` instead of A.
     P, Q = P[:, :rank], Qt[:rank].T
     null = Qt[rank:].T
     # In a basis of what P leaves, every factor is orthogonal to P, even where `nearest` lies in P.
@@ -226,7 +226,7 @@ def qdwh(A: Float[Tensor, "m b"], smallest: float, iterations: int = 30) -> Floa
         a, beta, gamma = _halley_weights(min(lower, 1.0))
         square = X.T @ X
         if float((square - eye).norm()) <= near:
-            # A Newton-Schulz step squares what is left.
+            # A Newton-Schulz step squares the remaining error.
             return torch.addmm(X, X, square, beta=1.5, alpha=-0.5)
         # X (I + γ XᵀX)⁻¹ by Cholesky; the matrix has no eigenvalue below 1.
         L, info = torch.linalg.cholesky_ex(eye + gamma * square)

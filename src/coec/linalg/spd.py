@@ -90,9 +90,9 @@ def noise(
     """The size below which each eigenvalue of a Gram says nothing.
 
     Where entry (i, j) is off by up to `precision · √(G_ii G_jj)`, independently, an eigenvalue is
-    off by about `precision · √n · Σ_j E_ji² G_jj`: a share of the energy of the channels that its
-    eigenvector is made of, not of the largest eigenvalue, beside which every ordinary channel of a
-    model with a few huge ones would be noise. Never below the rounding of the dtype.
+    off by about `precision · √n · Σ_j E_ji² G_jj`: a share of the energy of the channels in its
+    eigenvector, not of the largest eigenvalue, relative to which every ordinary channel of a model
+    with a few huge ones would be noise. Never below the rounding of the dtype.
 
     Args:
         mu: eigenvalues.

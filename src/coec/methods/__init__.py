@@ -46,18 +46,18 @@ def compensate(
 
     Args:
         weight: `W₀`, the dense consumer (`down_proj` or `o_proj`), outputs × inputs.
-        gram: statistics of its inputs, as many as W₀ has columns.
+        gram: statistics of its inputs, one channel per column of W₀.
         kept: indices of the columns that stay, sorted; or a KeptSet.
         method: a name in COMPENSATIONS, a function `(problem, *, options) -> SiteResult`, or a
             `Method`, where that must declare something.
         value_weight: for an attention output projection: the pruned value projection's rows, one
             per kept column; given to methods that need it.
-        target: T, where `T x` and not `W₀ x` is what the outputs should be, as on the inputs of a
+        target: T, if the outputs should be `T x` and not `W₀ x`, as on the inputs of a
             pruned model: see `SiteProblem.weight`. Errors are relative to it, and the slice's may
             be above 1; with every column kept there is still something to compensate.
         solve_dtype: of the products of long iterations; by default that of the statistics.
             Everything else is float64.
-        written: dtype in which the weight will be stored: errors are those of the rounded weight.
+        written: dtype in which the weight will be stored: errors are of the rounded weight.
         options: of the method; unknown ones are errors.
 
     Returns:

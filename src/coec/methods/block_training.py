@@ -138,7 +138,7 @@ def train_block(
     objective, passes = training.objective, training.passes
     steps = passes * math.ceil(len(examples) / size)
     theta = {name: p.detach().clone().requires_grad_() for name, p in start.items()}
-    # A group for every tensor, since each has a learning rate of its own.
+    # A group for every tensor, since each has a separate learning rate.
     groups = [{"params": [p], "lr": training.rate * _root_mean_square(p)} for p in theta.values()]
     optimiser = torch.optim.AdamW(groups, betas=_BETAS, weight_decay=0.0, fused=True)
     # Rate × share by step: up over `warm` steps, then down to 0 after the last.

@@ -34,8 +34,8 @@ from coec.types import Gram
 RIDGE = 1e-3
 """λ, relative to the energy of every channel, so that their scales do not matter."""
 DAMPING = 0.1
-"""δ: correlations of channels count 1/(1 + δ) of what the calibration text shows. Without it the
-units that stay serve text of another kind worse, by a third of the error (docs/lab/LOG.md)."""
+"""δ: correlations of channels on the calibration text are multiplied by 1/(1 + δ). Without it the
+kept units serve text of another kind worse, by a third of the error (docs/lab/LOG.md)."""
 PANEL = 128
 """Columns of a panel. More make the products of matrices faster, fewer the rows that are formed
 inside it at the speed of memory, which are the average of `3 d · PANEL` operations each."""
@@ -127,7 +127,7 @@ def removal_path(
 
 
 Removal = tuple[list[int], list[float], Float[Tensor, "b n"], Float[Tensor, "b n"]]
-"""Which units go, by their place among those that A and N hold, at what costs, and the rows of L
+"""Positions of the removed units among the units that A and N hold, their costs, and the rows of L
 and U."""
 
 
@@ -136,8 +136,8 @@ class _Elimination:
     """State of the elimination at the start of a panel.
 
     Attributes:
-        A: the inverse above, lower triangle, with columns that went and were not yet dropped.
-        N: `WᵀW`, likewise.
+        A: the inverse above, lower triangle, with removed columns that were not yet dropped.
+        N: `WᵀW`, in the same form.
         width: columns of a unit.
         floor: a bound below all eigenvalues of A, whatever is removed; only rounding goes below.
         names: the original indices of the units that A and N hold.
@@ -160,7 +160,7 @@ class _Elimination:
         """Return the state before any removal.
 
         Channels are measured in units of unit energy, so that their scales do not matter; costs
-        are only compared, so the weight is measured in a unit of its own.
+        are only compared, so the weight is measured in a separate unit.
         """
         d = len(G)
         # Channels of unit energy: A = (G + δ diag G + λI)⁻¹ and N = W₀ᵀW₀, rows of W₀ by strips
@@ -233,13 +233,13 @@ class _Elimination:
         return [g], [float(costs[g])], L, V - K @ L / 2
 
     def remove(self, gone: list[int], L: Float[Tensor, "b n"], U: Float[Tensor, "b n"]) -> None:
-        """`A ← A − LᵀL`, `N ← N − UᵀL − LᵀU`, in place; what went is dropped when that pays."""
+        """`A ← A − LᵀL`, `N ← N − UᵀL − LᵀU`, in place; drop removed columns when that pays."""
         _add(self.A, L, L, -1)
         _add(self.N, U, L, -1)
         _add(self.N, L, U, -1)
         self.stays[gone] = False
         if self.width > 1 or int(self.stays.sum()) < CROWDED * len(self.stays):
-            # Products over columns that went are wasted; to drop them is a pass over both matrices.
+            # Products over removed columns are wasted; to drop them is a pass over both matrices.
             columns = self.stays.repeat_interleave(self.width).nonzero().flatten()
             self.A = _dropped(self.A, columns.to(self.A.device))
             self.N = _dropped(self.N, columns.to(self.N.device))
@@ -279,7 +279,7 @@ def _replayed(
 def _cheapest(costs: Float[Tensor, " n"]) -> Int[Tensor, "1"]:
     """Return the index of the least cost, on its device; of equal costs, the last."""
     cheapest = costs <= costs.min() * (1 + TIE)
-    # argmax finds the first: of the columns from behind.
+    # argmax finds the first; the columns are in reverse order.
     return len(costs) - 1 - cheapest.flip(0).to(torch.uint8).argmax(dim=0, keepdim=True)
 
 
@@ -321,8 +321,8 @@ def _add(
 def _dropped(S: Float[Tensor, "n n"], columns: Int[Tensor, " r"]) -> Float[Tensor, "r r"]:
     """`S[columns][:, columns]`, columns ascending, in the memory of S.
 
-    Row i of the result ends where row i + 1 of S begins or before, and what it is made of lies at
-    its own place or after it: when it is written, nothing there is needed any more.
+    Row i of the result ends no later than row i + 1 of S begins, and its entries come from its own
+    place or after it: when it is written, nothing there is needed any more.
     """
     r, flat = len(columns), S.view(-1)
     for i in range(0, r, _STRIP):

@@ -1,4 +1,4 @@
-"""The compensations by name, and what a method is: a function, and what it declares of itself."""
+"""The compensations by name, and the definition of a method: a function and its declarations."""
 
 import functools
 import inspect
@@ -114,11 +114,11 @@ class Method:
         return options
 
     def __call__(self, problem: SiteProblem, options: Options) -> SiteResult:
-        """Run it, and hold it to what it declares.
+        """Run it, and check the result against its declarations.
 
         Raises:
-            OptionError: what it returns is no `SiteResult`, does not fit the problem, or has a bias
-                that it did not declare.
+            OptionError: the returned value is no `SiteResult`, does not fit the problem, or has
+                an undeclared bias.
         """
         if self.options is not None:
             result = self.function(problem, options)

@@ -109,7 +109,7 @@ def relative_errors(
         raise NumericalError("the energy of the dense output overflows: solve in float64")
 
     def error(W: Float[Tensor, "m k"]) -> float:
-        # Δ = T − W̃, its columns outside K those of T → tr(Δ G Δᵀ), below 0 by rounding alone
+        # Δ = T − W̃, with columns of T outside K → tr(Δ G Δᵀ), below 0 by rounding alone
         lost = aim.index_add(1, kept.indices, W, alpha=-1)
         return max(output_energy(lost, gram.xx), 0.0) / yy if yy > 0 else 0.0
 

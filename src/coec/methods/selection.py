@@ -97,16 +97,16 @@ def column_scores(
     seed: int,
     ranges: int = 1,
 ) -> Float[Tensor, " d"]:
-    """Return the scores of columns; a score gets those of these arguments that it declares.
+    """Return the scores of columns; a score gets only the arguments that it declares.
 
     Args:
         score: `(weight, gram) -> scores`, with any of the arguments after it by keyword.
         weight: `W₀`.
         gram: statistics of its inputs.
-        units: how many there are, each of as many consecutive columns.
+        units: number of units, each of the same number of consecutive columns.
         keep: how many of them will stay.
         seed: of random choices.
-        ranges: equal ranges of consecutive units, of each of which as many stay.
+        ranges: number of equal groups of consecutive units; each keeps the same number of units.
     """
     offered = {"units": units, "keep": keep, "seed": seed, "ranges": ranges}
     declared = inspect.signature(score).parameters
@@ -114,7 +114,7 @@ def column_scores(
 
 
 def unit_scores(scores: Float[Tensor, " d"], units: int) -> Float[Tensor, " u"]:
-    """Sum the scores of columns to those of units, each of as many consecutive columns."""
+    """Sum the scores of columns over units, each with the same number of consecutive columns."""
     return scores.reshape(units, -1).sum(dim=1)
 
 
@@ -123,12 +123,12 @@ def kept_count(units: int, sparsity: float) -> int:
 
     Binary arithmetic makes ⌈(1 − 0.7) · 10⌉ = 4; it is 3.
     """
-    # repr gives the shortest decimal number of the float, which is the one that was written.
+    # repr gives the shortest decimal number of the float, which is the number that was written.
     return max(1, math.ceil((1 - Fraction(repr(float(sparsity)))) * units))
 
 
 def keep_highest(scores: Float[Tensor, " u"], count: int, ranges: int = 1) -> KeptSet:
-    """The `count` units of highest score, as many of each range; ties break toward the lower index.
+    """The `count` units of highest score, equally many per range; ties go to the lower index.
 
     Raises:
         NumericalError: a score is NaN.

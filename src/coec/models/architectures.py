@@ -206,7 +206,7 @@ class Architecture:
         rope_keys: keys that its `rope_scaling` must have in transformers 4.57, if that accepts no
             others.
         attention_kept: why attention keeps all its units; empty if it may lose some.
-        experts_kept: why no expert may go whole, likewise.
+        experts_kept: why no whole expert may be removed; empty if some may.
         added_constants: keys that a configuration relabelled as this type gets in any case.
     """
 

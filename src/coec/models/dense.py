@@ -36,7 +36,7 @@ from coec.models.layout import BlockLayout
 from coec.models.surgery import stacked
 
 OUTSIDE = ""
-"""Stands for the weights outside of all blocks, in place of a block's prefix."""
+"""Stands for the weights outside of all blocks, instead of a block's prefix."""
 _OUTSIDE_NAME = "embedding, final norm or head"
 _SAMPLED = 2**16
 """Bytes of every tensor that `Dense.fingerprint` reads."""
@@ -100,8 +100,8 @@ class Dense(Description):
                 f"{len(carried)} tensors over as they are, a GGUF file leaves them out; programs "
                 "were tried with language models alone"
             )
-        # Headers without those of draft layers → description → a head of its own, where the weights
-        # have one → names, shapes and dtypes checked
+        # Headers without draft layers → description → a separate head, if the weights have one →
+        # names, shapes and dtypes checked
         if drafts := drafts_of(headers, config):
             headers = {name: header for name, header in headers.items() if name not in drafts}
             notes.append(
@@ -150,7 +150,7 @@ class Dense(Description):
         return self._read(self.carried[name].file, [name])[name]
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
-        """Read all tensors of a block, compared with what was expected; keys are full names."""
+        """Read all tensors of a block, compared with the expected ones; keys are full names."""
         read: dict[str, Tensor] = {}
         for file, names in self._names_by_file.items():
             in_block = [name for name in names if name.startswith(block.prefix)]

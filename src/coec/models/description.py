@@ -34,7 +34,7 @@ DRAFTS = "num_nextn_predict_layers"
 them, and transformers does not read them. They are left out."""
 _POSITIONS = "max_position_embeddings"
 _PARTIAL = "partial_rotary_factor"
-"""Fraction of a head that is rotated; the old form has it beside `rope_scaling`."""
+"""Fraction of a head that is rotated; the old form has it next to `rope_scaling`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class Description:
         config |= {DRAFTS: 0} if DRAFTS in config else {}
         model = _skeleton(_stock(config))  # is read, and not changed
         resolved = model.config
-        # What the configuration leaves to its class → shapes of all tensors → blocks and sites
+        # Defaults of the configuration class → shapes of all tensors → blocks and sites
         experts = architecture.blocks.experts
         for key in (experts.count, "num_experts_per_tok") if experts else ():
             if config.get(key) is None:  # transformers 5 saves the first under another name
@@ -125,8 +125,8 @@ class Description:
     def cached(self, dropped: int = 0) -> int:
         """Return how many numbers a server keeps of a token: keys and values of every block.
 
-        Of attention whose keys and values are of low rank it keeps these. `dropped` blocks are left
-        out, those that take least.
+        If keys and values of attention are of low rank, it keeps the low-rank ones. The `dropped`
+        blocks that take least are left out.
         """
         if rank := self.config.get("kv_lora_rank"):
             each = [rank + self.config["qk_rope_head_dim"]] * self.shape.layers
@@ -228,7 +228,7 @@ def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:
             f"rope_theta in {CONFIG} is {theta}, in its rope_parameters "
             f"{new['rope_theta']}: releases of transformers read one or the other; mend it"
         )
-    # The new form, said in the old one; an old form beside it must say the same.
+    # The new form, written in the old one; an old form next to it must agree.
     scaling = _scaling(new, keys)
     if old:
         if _scaling(old, keys) != scaling or old.get("rope_theta", theta) != theta:

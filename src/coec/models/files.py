@@ -183,7 +183,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 class Header:
     """A tensor as its safetensors file declares it; the dtype by its name there.
 
-    `stored` is the tensor's name there, with what a wrapper put before it.
+    `stored` is the tensor's name there, with the prefix of a wrapper.
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""Model folders: found or downloaded, configuration read, files besides the weights copied."""
+"""Model folders: found or downloaded, configuration read, files other than weights copied."""
 
 import hashlib
 import re
@@ -41,8 +41,8 @@ _DOWNLOADED = (
     "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", "README.md",
     *_LICENCES,
 )  # fmt: skip
-"""Patterns of the files that are downloaded from the hub besides weights. Code runs only if it is
-trusted; the card names the licence."""
+"""Patterns of the files that are downloaded from the hub in addition to weights. Code runs only if
+it is trusted; the card names the licence."""
 _NOT_DOWNLOADED = ["*/*.safetensors", "*/*.json", "*/*.py", "*/*.tiktoken", "consolidated*"]
 """Patterns of the same weights in other formats, which are not downloaded; chat templates may lie
 in a folder."""
@@ -70,7 +70,7 @@ def find_model(model: str | Path, *, weights: bool = True) -> Path:
             f"the model is a {type(model).__name__}: give its folder or hub name, from which "
             "weights are read a block at a time (or save it first: model.save_pretrained(FOLDER))"
         )
-    # A folder that is there → a file, refused with what it is → a hub name
+    # An existing folder → a file, refused with its kind → a hub name
     path, name = Path(model), _short(str(model))
     try:
         if path.is_dir() or (path.is_file() and path.suffix == ".json" and not weights):
@@ -134,7 +134,7 @@ def _short(name: str) -> str:
 
 
 def tokenizer_classes(folder: Path) -> list[str]:
-    """Names of the classes of a tokenizer with code of its own, from its configuration."""
+    """Names of the classes of a tokenizer with custom code, from its configuration."""
     try:
         config = parse_json(folder / TOKENIZER_CONFIG)
     except (OSError, ValueError):
@@ -177,7 +177,7 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def carry_files(source: Path, target: Path) -> None:
-    """Copy the files of a model besides configuration and weights.
+    """Copy the files of a model other than configuration and weights.
 
     Copies have the mode of a new file, without permissions for others that the original lacks.
     """
@@ -205,7 +205,7 @@ def carried_files(folder: Path) -> list[Path]:
 
 
 def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """List the files of a folder that fit patterns, and those of a tokenizer's code."""
+    """List the files of a folder that fit patterns, and the files of a tokenizer's code."""
     code = _tokenizer_code(folder)
     return [
         path for path in sorted(folder.iterdir())
@@ -220,10 +220,10 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 def foreign_entry(folder: Path) -> str | None:
     """Name the first file that neither coec nor `save_pretrained` writes into a model.
 
-    Says instead what the files lack to be a model, if they do; None if they are one, and nothing
-    else is there.
+    If there is no such file but the files are no model, state the missing part instead. None if
+    they are a model and nothing else is there.
     """
-    # What is beside a model's files, then whether these are a model
+    # Files that are not a model's, then whether the rest are a model
     names = sorted(_entries(folder))
     patterns = (*_OWN, *_tokenizer_code(folder))
     for name in names:

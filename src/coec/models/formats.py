@@ -4,7 +4,7 @@ transformers ≥ 5.4 refuses a Llama whose hidden size is not a multiple of its 
 and at load, whatever `head_dim` says. The same weights under another model type compute the same
 function, so the checkpoint is relabelled. Candidates are tried in order; the first that can
 express the pruned shape and its biases, and whose configuration class accepts it, is used. Programs
-that load a checkpoint as it is, and what they cannot do, are data in `loaders.toml`.
+that load a checkpoint as it is, and their limits, are data in `loaders.toml`.
 """
 
 import copy
@@ -178,13 +178,13 @@ def choose_format(
     types = ARCHITECTURES[config["model_type"]].written_as if relabel else (config["model_type"],)
     all_sizes = _written_sizes(config, pruned)
     nas = target == "vllm" and not pruned.uniform
-    checked = target != "hf" and not nas  # what the loader makes of Nemotron-NAS is known
+    checked = target != "hf" and not nas  # how the loader treats Nemotron-NAS is known
     if nas:
         refusals = [f"not {config['model_type']}: all its blocks have one width"]
         types, all_sizes = (non_uniform.NAS_STOCK,), [pruned]
     for sizes, model_type in itertools.product(all_sizes, types):
         architecture = ARCHITECTURES[model_type]
-        # Architecture → configuration → its class → target, each asked if those before agree
+        # Architecture → configuration → its class → target, each asked if the previous ones agree
         refusal = _nas_refusal(config, sizes) if nas else None
         refusal = refusal or _refusal(config, architecture, sizes, biased)
         new = {} if refusal else _rewritten(config, architecture, sizes, biased, nas=nas)
@@ -219,8 +219,8 @@ def _no_format(target: str, refusals: str) -> OptionError:
 def _written_sizes(config: JsonDict, pruned: Shape) -> list[Shape]:
     """The sizes that the configuration may be written with.
 
-    If widths differ by block, the common ones describe no block. They are those of the widest
-    block, which servers count by, or those of the dense model, which no class refuses.
+    If widths differ by block, the common widths describe no block. They are the widths of the
+    widest block, which servers count by, or of the dense model, which no class refuses.
     """
     if pruned.uniform:
         return [pruned]
@@ -286,7 +286,7 @@ where they divide the row; F16 stands in where not even these do."""
 
 
 def stand_in(site: Site, units: int) -> str | None:
-    """Say what llama.cpp stores in the place of K-quants; None where the dense width is no better.
+    """State llama.cpp's types instead of K-quants; None if the dense width is no better.
 
     Args:
         site: the kind of site, and `units` the number that it keeps.

@@ -79,9 +79,9 @@ class Shape:
     Attributes:
         layers, hidden, head_dim: unchanged by pruning.
         kv_heads: KV groups of every block, or of the widest block if they differ.
-        group: query heads per KV group, likewise.
-        ffn: intermediate channels, likewise.
-        expert_ffn: intermediate channels of every expert, if they have a size of their own; else 0.
+        group: query heads per KV group, of every block or of the widest.
+        ffn: intermediate channels, of every block or of the widest.
+        expert_ffn: intermediate channels of every expert, if experts have a separate size; else 0.
         by_block: fields of this class with their values for each block, if widths differ by block;
             empty if all blocks are alike.
         experts: number of experts in a block, if there are any; else 0.
@@ -145,8 +145,8 @@ class Shape:
     def gpus(self, *, columns: int = 1) -> list[int]:
         """Return the numbers of GPUs, up to 16, over which servers can split every layer.
 
-        Query heads, channels and those of experts are divided evenly; KV groups are too, or evenly
-        repeated. This is what tensor parallelism of vLLM and SGLang asks for.
+        Query heads, channels and channels of experts are divided evenly; KV groups are also divided
+        evenly, or evenly repeated. Tensor parallelism of vLLM and SGLang requires this.
 
         Args:
             columns: every part of a consumer has a multiple of so many, such as QUANTISED_COLUMNS.
@@ -220,7 +220,8 @@ class Site:
         consumer: full name of the module whose columns are removed, and which is compensated.
         value: the rows of the value projection, if the consumer follows attention; a unit has them
             once for all its query heads.
-        groups: the number of KV groups, where units are query heads: of each as many stay; else 0.
+        groups: number of KV groups if units are query heads, the same number of which is kept in
+            every group; otherwise 0.
     """
 
     block: int
@@ -235,7 +236,7 @@ class Site:
 
     @property
     def ranges(self) -> int:
-        """Equal ranges of consecutive units, of each of which as many stay."""
+        """Number of equal groups of units; the same number of units is kept in each."""
         return self.groups or 1
 
     @property
@@ -250,7 +251,7 @@ class Site:
 
     @property
     def as_experts(self) -> bool:
-        """True for a site that keeps as many units as every expert: of one, or of shared ones."""
+        """True for a site of one expert or of shared experts: all keep the same number of units."""
         return self.kind in ("expert", "shared")
 
     @property

@@ -109,7 +109,7 @@ class SiteTensors:
 
         Raises ModelError if a tensor has no whole number of rows of every projection.
         """
-        # A tensor of several projections (q, k, v in one): each gets a name and rows of its own.
+        # A tensor of several projections (q, k, v in one): each gets a separate name and rows.
         apart, renamed = dict(tensors), {}
         for rows in site.producers:
             size = dense[rows.tensor][0]

@@ -18,11 +18,11 @@ MODALITIES = ("vision_config", "audio_config")
 _TEXT = "text_config"
 _DTYPES = ("dtype", "torch_dtype")
 _ALONE = {"qwen2_5_vl_text": "qwen2"}
-"""Types of language models inside others, and those that compute the same over text alone."""
+"""Types of language models inside others → equivalent types for text alone."""
 _MULTIMODAL_ROPE = "mrope_section"
 """Key of rotary settings with positions in time, height and width, which agree over text."""
 _NAMES = (("language_model.", ""), ("model.language_model.", "model."), ("", ""))
-"""What names of the language model's tensors begin with in a file, and when it stands alone."""
+"""Prefixes of the language model's tensor names in a file, and when it stands alone."""
 _INSIDE = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 
 
@@ -32,7 +32,7 @@ class Around:
 
     Attributes:
         config: the whole configuration.
-        outer, inner: what the names of the language model's tensors begin with in files, and alone.
+        outer, inner: prefixes of the language model's tensor names in files, and alone.
     """
 
     config: JsonDict
@@ -101,7 +101,7 @@ class Around:
 
 
 def around(config: JsonDict, stored: Any = ()) -> Around | None:
-    """Return what is around the language model of a configuration; None where it stands alone.
+    """Return the model around the language model of a configuration; None if it stands alone.
 
     Args:
         config: the whole configuration.

@@ -1,4 +1,4 @@
-"""Models whose widths differ by block: their class, and the code written beside their weights.
+"""Models whose widths differ by block: their class, and the code written next to their weights.
 
 No stock class builds such a model. The same few lines build it here, without any code of the
 folder, and in the folder, for users who load it with `trust_remote_code=True`.
@@ -38,7 +38,7 @@ class BlockConfigs:
 
     @property
     def block_configs(self) -> list[SimpleNamespace]:
-        """Return what every block has; config.json is written from the tables behind it."""
+        """Return the parts of every block; config.json is written from the stored tables."""
         return [
             SimpleNamespace(**{part: SimpleNamespace(**keys) for part, keys in block.items()})
             for block in self.__dict__.get("block_configs", [])
@@ -58,9 +58,9 @@ def config_keys(shape: Shape, model_type: str, stock: str, *, nas: bool = False)
     """Configuration keys for widths that differ by block, where `stock` computes uniform ones.
 
     Args:
-        nas: writes those that servers of Nemotron-NAS read besides.
+        nas: also write the keys that servers of Nemotron-NAS read.
     """
-    # Names of the stock classes → those of the classes derived from them in the folder's code
+    # Names of the stock classes → names of the classes derived from them in the folder's code
     module, names = Path(FILE).stem, _stock_names(model_type, stock)
     config, decoder, causal = (_own_name(name, nas=nas) for name in names)
     return {
@@ -81,7 +81,7 @@ def whole_multiples(shape: Shape) -> bool:
 
 
 def _block_configs(shape: Shape) -> list[JsonDict]:
-    """Say what every block has; a factor in place of channels wherever that can be said."""
+    """List the parts of every block, with a factor instead of channels if all blocks allow it."""
     in_multiples = whole_multiples(shape)
     present = {"no_op": False, "replace_with_linear": False}
     tables = []

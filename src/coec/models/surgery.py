@@ -63,12 +63,12 @@ def cut_block(
 def without_experts(
     tensors: Mapping[str, Tensor], block: BlockLayout, experts: KeptSet
 ) -> dict[str, Tensor]:
-    """Leave out the experts of a block that go whole, and their rows of the router.
+    """Leave out the removed experts of a block, and their rows of the router.
 
-    Those that stay are numbered anew, in their order.
+    The kept experts are numbered anew, in their order.
     """
     assert block.router is not None
-    # Old number of an expert → its number among those that stay
+    # Old number of an expert → its number among the kept experts
     numbers = {old: new for new, old in enumerate(experts.indices.tolist())}
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -97,7 +97,7 @@ def value_rows(
     if site.value is None:
         return None
     rows = tensors[site.value.tensor][site.value.start : site.value.stop]
-    # Rows of all KV heads → those that the kept units read → once for every query head of a unit
+    # Rows of all KV heads → rows that the kept units read → once for every query head of a unit
     heads = rows.unflatten(0, (site.groups or site.units, -1))
     heads = heads[units.indices.cpu() * len(heads) // site.units]
     return heads.repeat_interleave(site.columns_per_unit // heads.shape[1], dim=0).flatten(0, 1)
@@ -193,8 +193,8 @@ def routed_inputs(
     Each row of inputs is `p h`: the channels h of a token that the expert gets times the router's
     weight p of this expert. The model applies p after the projection, which is linear, so that the
     projection of this row is the expert's contribution to the hidden states. One expert's rows are
-    in memory at a time; `args` are those of the module: hidden states, and the experts and weights
-    of every token.
+    in memory at a time; `args` are the arguments of the module: hidden states, and the experts and
+    weights of every token.
     """
     hidden, index, weights = args
     gate_up: Tensor = experts.gate_up_proj  # type: ignore[assignment]

@@ -1,1 +1,1 @@
-"""The plan: what a run does and takes, decided before any weight is read."""
+"""The plan: the steps and costs of a run, decided before any weight is read."""

@@ -27,24 +27,24 @@ def by_importance(
 ) -> Widths:
     """Return the widths that keep the most important units, within the parameters of `start`.
 
-    All units are ranked, and one place in the ranking divides those that stay from those that go.
-    Every site keeps one at least. What is left of the parameters behind that place goes to the next
+    All units are ranked, and one place in the ranking separates kept units from removed units.
+    Every site keeps at least one. Parameters that remain after that place are spent on the next
     units that fit.
 
     Args:
         model: says where units are, and the shapes of the dense model's tensors.
         start: widths whose parameters are shared out.
-        importances: of the sites among which they are; the others keep what they have.
+        importances: of the sites that share them; the other sites keep their widths.
         rounding: to what numbers of units widths are rounded up.
         apart: kinds of sites that share their own parameters only.
-        spare: parameters that may stay besides, at the other kinds.
+        spare: additional parameters that may stay, at the other kinds.
     """
     kept = dict(start.kept)
     pools: dict[str, list[Site]] = {}
     for site in model.layout.sites:
         if site.key in importances:
             pools.setdefault(site.kind if site.kind in apart else "", []).append(site)
-    # Kinds of sites that stand apart share out what they have; all others one budget, with `spare`.
+    # Kinds of sites in `apart` share their own parameters; all others one budget, with `spare`.
     for name, sites in pools.items():
         costs = [parameters(site, model.shapes) for site in sites]
         budget = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
@@ -73,10 +73,10 @@ class _Pool:
     def counts(self, importances: Sequence[Float[Tensor, " units"]]) -> list[int]:
         """Return how many units of each site stay."""
         owners = torch.cat([torch.full((len(w),), n) for n, w in enumerate(importances)])
-        # Of equal ones those of the first site stay, so that the order is everywhere the same.
+        # Among equal units, units of the first site stay, so that the order is always the same.
         order = torch.cat(list(importances)).argsort(descending=True, stable=True)
         ranked = owners[order]
-        # Binary search for the longest ranking that fits: what it costs grows with its length.
+        # Binary search for the longest ranking that fits: its cost grows with its length.
         low, high = 0, len(ranked)
         while low < high:
             middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What is refused before any work, and what a plan notes: on the model, widths, functions."""
+"""Refusals before any work, and notes of a plan: on the model, widths and functions."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def _check_experts(model: Description, sparsity: float) -> None:
 
 
 def _rehearse(recipe: Recipe) -> None:
-    """Try the functions of a user on a 6×8 problem: what is wrong fails here, not after hours."""
+    """Try the functions of a user on a 6×8 problem: errors appear here, not after hours."""
     generator = torch.Generator().manual_seed(0)
     X = torch.randn(8, 32, generator=generator, dtype=torch.float64)
     W = torch.randn(6, 8, generator=generator, dtype=torch.float64)

@@ -25,7 +25,7 @@ from coec.models.matching import RawCheckpoint, SiteTensors, kept_units, match_r
 from coec.types import KeptSet
 
 KEPT = "coec/kept.safetensors"
-"""In a folder of its own: servers read every safetensors file beside the weights as weights."""
+"""File in a separate folder: servers read every safetensors file next to the weights as weights."""
 MAPPING = "mapping"
 """What records call kept units that a caller gave as they are."""
 WANTED = (
@@ -45,11 +45,12 @@ class KeptUnits:
 
     Attributes:
         source: where they are from, as it was named.
-        digest: SHA-256 of what they say, whatever says it, and in whatever order.
+        digest: SHA-256 of the sorted sites and indices; independent of file format and order.
         units: sorted, by `Site.key`.
         inferred_from: the digest of the checkpoint that they were inferred from; None where they
             were given.
-        attention_units: what the report beside them says that attention lost; None where none is.
+        attention_units: kind of units removed from attention, by the report next to the file of
+            units; None if there is no report.
         dropped: blocks that are left out.
     """
 
@@ -154,7 +155,7 @@ class KeptUnits:
 
 
 def _attention_units(path: Path) -> Literal["groups", "heads"] | None:
-    """Return what a folder's report says that attention lost; None where it says nothing."""
+    """Return the kind of units removed from attention by a folder's report; None if not stated."""
     try:
         recipe = parse_json(path / REPORT)["recipe"]
         counted = recipe.get("attention_units", "groups")
@@ -214,14 +215,14 @@ def _sorted(indices: Any, description: str) -> Int[Tensor, " k"]:
 def infer_kept(dense: str | Path | Dense, pruned: str | Path) -> KeptUnits:
     """Return the units of a dense model that another program kept when it pruned it.
 
-    A unit is found by its rows in the producers, which the other program must have left as they
-    were; what it did to the consumers plays no part. It may have cut rows, or set them or the
+    A unit is found by its rows in the producers, which the other program must have left
+    unchanged; changes to the consumers do not matter. It may have cut rows, or set them or the
     columns that read them to zero; removed whole KV groups, query heads or blocks. One block is
     read at a time.
 
     Args:
         dense: a folder with config.json and safetensors, or a hub name.
-        pruned: a folder whose tensors are named as those of the dense model.
+        pruned: a folder whose tensors have the names of the dense model.
 
     Raises:
         ModelError: a model cannot be read, or units are none of the dense model's.

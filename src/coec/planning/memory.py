@@ -1,4 +1,4 @@
-"""What a run takes: the largest sum of what is in memory at once, the disk, and operations."""
+"""Costs of a run: peak memory, disk and operations."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ from coec.text.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.text.windows import TRIED_TOKENS
 
 OVER = 1.2
-"""Estimate over free memory from which a plan is refused: none was planned at more than 1.16 times
-what it took (docs/lab/LOG.md)."""
+"""Estimate over free memory from which a plan is refused: no run was planned at more than
+1.16 times its actual use (docs/lab/LOG.md)."""
 SHARD_BYTES = 2 * 10**9
 MOST_SAMPLED = 128
 """Windows that the model samples at once, at most."""
@@ -56,7 +56,7 @@ class Memory:
 
 
 def memory(plan: Plan) -> list[Memory]:
-    """Estimate what is in memory at every moment of a run that could be its fullest."""
+    """Estimate the memory in use at every moment of a run that could be the peak."""
     sizes, on_gpu = _sizes(plan), plan.device.type != "cpu"
     host = {"program", "text", "states of allocation", "states without a block", "shard"}
     if plan.home.type == "cpu":
@@ -248,7 +248,7 @@ def operations(plan: Plan) -> float:
 
 
 def weights_met(model: Description, shapes: Mapping[str, torch.Size]) -> float:
-    """Number of weights in all blocks that multiply a token; of experts those that it goes to."""
+    """Number of weights in all blocks that multiply a token; of experts, only the routed ones."""
     return sum(
         _share(model, site) * sum(shapes[name].numel() for name in site.tensors if name in shapes)
         for site in model.layout.sites

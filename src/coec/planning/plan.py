@@ -188,7 +188,7 @@ class Plan:
                 plan = replace(plan, remarks=(remark + "by MLP channels alone",))
             if plan.parameters_after <= budget:
                 return plan
-            # The format adds parameters, such as biases of a compensation: remove as many more.
+            # The format adds parameters, such as biases of a compensation: remove the same number.
             removed += plan.parameters_after - (self.model.parameters - removed)
 
     def _with(self, widths: Widths, *, listed: bool = False) -> "Plan":
@@ -270,8 +270,8 @@ class Plan:
     def budget(self) -> int | None:
         """Largest number of parameters that may be left; None if sparsity decides.
 
-        Of a budget of memory that is what it has room for with the keys and values of the dense
-        model's blocks and a multimodal model's other weights, all in the dtype that is written.
+        For a budget of memory: the number that fits in addition to the keys and values of the
+        dense model's blocks and a multimodal model's other weights, all in the dtype written.
 
         Raises:
             OptionError: nothing would be removed, or nothing can be left.
@@ -298,7 +298,7 @@ class Plan:
     def _unused_budget(self) -> int:
         """Parameters that the budget leaves unused; 0 if the format adds to the model."""
         removed = self.widths.removed(self.model.layout, self.model.shapes, self.dropped)
-        # A format that adds biases or such takes what is left itself.
+        # A format that adds biases or similar uses the rest itself.
         unlike = self.parameters_after != self.parameters_before - removed
         return 0 if self.budget is None or unlike else self.budget - self.parameters_after
 
@@ -367,7 +367,7 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences on settings without effect, and on what a width costs in other programs."""
+        """Sentences on settings without effect, and on the costs of a width in other programs."""
         undecided = () if self.decided else (
             "the calibration text decides the widths of every block; these are uniform ones with "
             "the same number of parameters",

@@ -97,8 +97,8 @@ class Rounding:
     def up(self, site: Site, kept: int) -> int:
         """Round a number of units up, at most to what can be divided of all.
 
-        KV groups stay as they are counted, query heads as many in each group, unless several GPUs
-        are to divide them. Raises OptionError where no number can be divided.
+        KV groups stay as they are counted, query heads with the same number in each group, unless
+        several GPUs are to divide them. Raises OptionError where no number can be divided.
         """
         if site.value is not None:
             first, step = _up(kept, site.ranges), site.ranges
@@ -159,7 +159,7 @@ class Shares:
     """Fractions of units that are removed.
 
     Attributes:
-        mlp: of MLP channels, those of experts included.
+        mlp: of MLP channels, including channels of experts.
         attention: of units of attention.
         experts: of whole experts.
         rounding: to what numbers of units are rounded.
@@ -238,7 +238,7 @@ def shares_for(
     def removed(step: int) -> int:
         return uniform(layout, at(step), kept, fewer_blocks=True).removed(layout, shapes, dropped)
 
-    # What goes never falls as the fraction rises: bisection finds the first that is enough.
+    # The removed count never falls as the fraction rises: bisection finds the first sufficient one.
     steps = range(1, _STEPS)
     first = bisect_left(steps, goal, key=removed)
     return at(steps[first]) if first < len(steps) else None

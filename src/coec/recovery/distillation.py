@@ -1,4 +1,4 @@
-"""Distillation: the loss, how far a model's predictions are from those of another, and its Trainer.
+"""Distillation: the loss, the distance between the predictions of two models, and its Trainer.
 
     L = (1 − c) KL(p ‖ q) + c H(next token, q)
 
@@ -41,7 +41,7 @@ _FULL = 2**20
 """A disk with fewer free bytes counts as full."""
 
 Target = Float[Tensor, "*tokens v"] | TopTokens
-"""The teacher's logits, or what is kept of them."""
+"""The teacher's logits, or the part of them that is kept."""
 
 
 def distillation_loss(
@@ -94,7 +94,7 @@ class _Loss(torch.autograd.Function):
             log_q = logits[piece].float().log_softmax(dim=-1)
             log_p = _logarithms(target, piece, log_q)
             p, after = log_p.exp(), following[piece]
-            # (1 − c) KL(p ‖ q) over all tokens, c H(next, q) over those that have a next one
+            # (1 − c) KL(p ‖ q) over all tokens, c H(next, q) over tokens with a next one
             loss += (1 - share) / tokens * (log_p.sub_(log_q).mul_(p)).sum()
             weight = (after >= 0).float()[:, None] * (share / counted)
             picked = after.clamp(min=0)[:, None]
@@ -118,8 +118,8 @@ def _logarithms(
 ) -> Float[Tensor, "rows v"]:
     """Log probabilities of a teacher for some tokens.
 
-    Those of unknown tokens are in proportion to the student's, which leaves them without a gradient
-    but for their sum.
+    Probabilities of unknown tokens are in proportion to the student's, so that only their sum has a
+    gradient.
     """
     if not isinstance(target, TopTokens):
         return target[piece].float().log_softmax(dim=-1)
@@ -179,7 +179,7 @@ class Distillation(Trainer):
     float32.
 
     Args:
-        job: what is trained.
+        job: the training job.
         teacher: predicts the windows; None if the examples hold its predictions.
         options: as in `Trainer`.
     """
@@ -222,7 +222,7 @@ class Distillation(Trainer):
         folder, model = Path(str(output_dir or self.args.output_dir)), cast(Any, self.model)
         folder.mkdir(parents=True, exist_ok=True)
         if state_dict is not None:
-            return  # weights divided among devices: accelerate writes a file of its own
+            return  # weights divided among devices: accelerate writes its own file
         if hasattr(model, "peft_config"):
             super()._save(output_dir)
         elif self.args.should_save:
@@ -276,7 +276,7 @@ class TrainingMonitor(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
         """Return when the state of this step is on the disk."""
         # Files → folder → its parent, synced before the journal says that the state is there
-        args.distributed_state.wait_for_everyone()  # every process writes a file of its own
+        args.distributed_state.wait_for_everyone()  # every process writes its own file
         if self._pieces is not None:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             for path in (*folder.rglob("*"), folder, folder.parent):
@@ -288,7 +288,7 @@ class TrainingMonitor(TrainerCallback):
 def curve_of(trainer: Trainer, tokens_per_step: int) -> list[dict[str, float]]:
     """Validation divergence against tokens, where it is finite, from the Trainer's own history.
 
-    A Trainer that goes on with its last state takes one step more, whose learning rate is zero.
+    A Trainer that resumes at its last state takes one more step, whose learning rate is zero.
     """
     return [
         {"tokens": entry["step"] * tokens_per_step, "kl": entry["eval_loss"]}
@@ -301,13 +301,13 @@ def curve_of(trainer: Trainer, tokens_per_step: int) -> list[dict[str, float]]:
 def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
     """Return the folder of the last state that is as it was saved, and so is the best until then.
 
-    Every other one is removed before anything of it is read: what a killed process left in part,
-    and what was changed since, which is recorded.
+    Every other state is removed before anything of it is read: partial states of a killed process,
+    and states that were changed since, which are recorded.
 
     Args:
         saved: digests of the files of every state that was on the disk, by step.
     """
-    # States in the journal → those whose files are as they were saved → the others are removed
+    # States in the journal → states whose files are unchanged → the others are removed
     intact: list[str] = []
     for step, digests in sorted(saved.items()):
         path = folder / f"checkpoint-{step}"

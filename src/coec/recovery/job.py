@@ -149,7 +149,7 @@ class Job:
         added = peft.LoraConfig(
             r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
         )
-        # Additions begin at random numbers: those of the seed, in every process.
+        # Additions begin at random numbers, which are drawn from the seed in every process.
         with torch.random.fork_rng():
             torch.manual_seed(self.recovery.seed % 2**63)
             return peft.get_peft_model(network, added)

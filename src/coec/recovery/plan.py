@@ -1,4 +1,4 @@
-"""What a recovery takes: memory by purpose, operations and disk, from the two configurations."""
+"""Costs of a recovery: memory by purpose, operations and disk, from the two configurations."""
 
 import os
 from collections.abc import Mapping
@@ -29,12 +29,12 @@ USUAL_RANK = 16
 """Rank of the low-rank additions that a refusal proposes."""
 _TRAINED, _STATE = 8, 4
 """Bytes of a trained number in memory (itself and its derivative, in float32), and in a saved state
-(itself), besides the optimiser's moments."""
+(itself), in addition to the optimiser's moments."""
 _MOMENTS = {"adamw": 8, "adamw-8bit": 2}
 """Bytes of the two moments of a trained number, by optimiser."""
 KEPT_STATES = 2
-"""Saved states that stay on the disk, the best and the last; beside them one is being written, and
-later the result."""
+"""Saved states that stay on the disk, the best and the last; a third is being written meanwhile,
+and later the result."""
 _REFUSED = 0.8
 """Part of an estimate from which a run is refused: less than it needs in any case."""
 _ROOM = 0.9
@@ -140,7 +140,7 @@ def footprints(
 
 
 def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> Footprint:
-    """Return the estimate of what is asked for.
+    """Return the estimate of the requested training.
 
     Raises:
         OptionError: memory is short, or a setting cannot be combined with weights that are divided
@@ -225,7 +225,7 @@ def _added(model: Description, rank: int) -> int:
 
 
 def _linear_layers(model: Description) -> Mapping[str, torch.Size]:
-    """Shapes of the matrices in the blocks, but for those of experts, by name."""
+    """Shapes of the matrices in the blocks, except matrices of experts, by name."""
     blocks = tuple(block.prefix for block in model.layout.blocks)
     return {
         name: shape for name, shape in model.shapes.items()
@@ -242,7 +242,7 @@ def _active(model: Description, compute: int, recovery: Recovery) -> int:
         size = sum(
             site.columns * (_CHANNELS if site.value is None else _QUERIES) for site in block.sites
         )
-        # What is added to a matrix adds to a copy of its outputs.
+        # Low-rank additions to a matrix write to a copy of its outputs.
         size += sum(rows for name, (rows, _) in added.items() if name.startswith(block.prefix))
         blocks.append(compute * (_HIDDEN * hidden + size) + norms)
     if recovery.checkpointing:

@@ -113,7 +113,7 @@ class Session:
     """A training in this process.
 
     Args:
-        job: what is trained.
+        job: the training job.
         pieces: the journal, which the first process alone has.
         progress: called with (phase, done, total).
     """
@@ -193,7 +193,7 @@ class Session:
         return tokens
 
     def _budget(self, pieces: Journal, teacher: PreTrainedModel) -> int:
-        """Return the tokens to train on: as asked, or as many as the minutes are enough for."""
+        """Return the number of tokens to train on: as set, or as the minutes allow."""
         job = self.job
         if job.recovery.tokens is not None:
             return job.recovery.tokens
@@ -228,7 +228,7 @@ class Session:
         pieces.put("text", self.text, partial(texts.save_windows, ids), record=origin)
 
     def _written(self, teacher: PreTrainedModel, group: int, size: int) -> Tensor:
-        """Let the dense model write a group of windows; every group has a seed of its own."""
+        """Let the dense model write a group of windows; every group has its own seed."""
         job = self.job
         return sample_from_model(
             teacher, load_tokenizer(job.dense.folder, trust_remote_code=job.trust), samples=size,

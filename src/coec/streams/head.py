@@ -72,7 +72,7 @@ class Prediction:
         return self._divergence / self.tokens
 
     def record(self) -> dict[str, float | None]:
-        """Return perplexity and KL, JSON-ready: None for what is not finite."""
+        """Return perplexity and KL, JSON-ready: None for values that are not finite."""
         return {"perplexity": self.perplexity, "kl": self.kl if math.isfinite(self.kl) else None}
 
     @property
@@ -119,7 +119,7 @@ class Head:
     def _returns_all(self) -> bool:
         """Return whether the model takes a layer's output itself, and not the first of a tuple."""
         norm = self._model.base_model.norm
-        # Models and releases differ in what a layer returns: one run on two tokens tells.
+        # The output of a layer differs by model and release: one run on two tokens shows it.
         self._given.state = torch.ones(1, 2, len(self.norm)).to(norm.weight)
         try:
             out = self._model.base_model(inputs_embeds=self._given.state, use_cache=False)
@@ -140,7 +140,7 @@ class Head:
         dense: Float[Tensor, "n length h"],
         windows: Int[Tensor, "n length"],
     ) -> Prediction:
-        """Return how well hidden states behind the last layer predict the windows they come from.
+        """Return how well hidden states after the last layer predict the windows they come from.
 
         Args:
             state: of the model.
@@ -164,7 +164,7 @@ class Head:
         """Return `Σ_t KL(dense ‖ model)` of a batch, in nats; derivatives run to `state`.
 
         The logits of one run of tokens are in memory at a time: their derivatives are taken with
-        them, and stand behind the sum.
+        them, and attached to the sum.
         """
         size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
         runs = [states.flatten(0, 1).split(size) for states in (state, dense)]

@@ -1,7 +1,7 @@
 """How important the units of every site are, in a dense pass before the blocks are solved.
 
 Widths that differ by block depend on all blocks at once, so that a block's statistics are measured
-twice, and those of one block alone are in memory. The same relative error matters a hundred times
+twice, and only one block's are in memory at a time. The same relative error matters a hundred times
 more at one site than at another, and nothing in a site's own statistics says where. So the KL
 divergence of the pruned model from the dense one is distributed over the sites, by its derivatives
 on the way there (METHODS §10).
@@ -118,14 +118,14 @@ def _scaled(curves: dict[str, Tensor], costs: dict[str, float], plan: Plan) -> d
     sites: dict[str, Site] = {site.key: site for site in plan.model.layout.sites}
     scaled = {}
     for key, curve in curves.items():
-        # Nats at the uniform width over a unit's parameters: what a parameter there is worth.
+        # Nats at the uniform width over a unit's parameters: the value of a parameter there.
         height = max(costs.get(key, 0.0), floor) / parameters(sites[key], plan.model.shapes)
         scaled[key] = torch.cat([curve[:1], curve[1:] * height])  # the first stays in any case
     return scaled
 
 
 class Sensitivity:
-    """The dense model and models on the way to the pruned one, and what each pruned site costs.
+    """The dense model, models on the way to the pruned one, and the cost of each pruned site.
 
     On the way, every consumer is changed by the same share. All advance over a few windows, a block
     at a time; hidden states before every block wait on the CPU, for the derivatives that `costs`
@@ -187,7 +187,7 @@ class Sensitivity:
             NumericalError: the pruned model predicts nothing finite.
         """
         head = Head(self._model, device=self._device, dtype=self._dtype)
-        # KL behind the last block → ∂KL/∂h, for both shares of the way
+        # KL after the last block → ∂KL/∂h, for both shares of the way
         gradients: dict[float, list[Tensor]] = {}
         divergence = torch.zeros((), device=self._device)
         for share, states in self._changed.items():
@@ -199,7 +199,7 @@ class Sensitivity:
                 divergence = divergence + total.detach()
         costs: dict[str, Tensor] = {}
         blocks = self._model.layout.blocks
-        # ∂KL/∂h behind every block → before it; hooks add up the costs of its sites
+        # ∂KL/∂h after every block → before it; hooks add up the costs of its sites
         for passed, block in enumerate(reversed(blocks), start=1):
             self._back(block, gradients, costs)
             if progress:
@@ -216,7 +216,7 @@ class Sensitivity:
     def _back(
         self, block: BlockLayout, gradients: dict[float, list[Tensor]], costs: dict[str, Tensor]
     ) -> None:
-        """Take derivatives from behind a block to before it; add up the costs of its sites."""
+        """Take derivatives from after a block to before it; add up the costs of its sites."""
         self._layers.load(block, self._model.tensors(block))
         compensated, inputs = self._compensated.pop(block.index), self._inputs.pop(block.index)
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -240,7 +240,7 @@ class Sensitivity:
     def _replaced(
         self, block: BlockLayout, compensated: Mapping[str, _Parameters], share: float
     ) -> Iterator[dict[str, tuple[nn.Module, _Parameters]]]:
-        """Change consumers by a share of what pruning changes; yield the dense ones, by
+        """Change consumers by a share of the change by pruning; yield the dense ones, by
         `Site.key`.
         """
         sites = {site.key: site for site in block.sites if site.key in compensated}
@@ -293,9 +293,9 @@ def choose_blocks(
     """Return the indices of `drop_blocks` blocks to leave out, ascending, as `blocks`; no facts.
     The first and the last block stay.
 
-    In every turn the block goes without which, and without those before it, predictions are nearest
-    to the dense model's by KL over a few windows. A turn is one pass over the weights, in which as
-    many models advance as blocks may go.
+    Every turn removes the block whose removal, in addition to the blocks removed before, leaves
+    the predictions nearest to the dense model's by KL over a few windows. A turn is one pass over
+    the weights, in which one model advances per block that may be removed.
 
     Args:
         plan: says how many, where and in which dtype.

@@ -25,7 +25,7 @@ HOST = torch.device("cpu")
 State = Float[Tensor, "_ length hidden"]
 """Hidden states of a batch."""
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments with which the model calls a layer, besides the hidden states."""
+"""Arguments with which the model calls a layer, in addition to the hidden states."""
 
 
 def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
@@ -157,7 +157,7 @@ class Layers:
         hand_back()
 
     def advance(self, index: int, state: State) -> State:
-        """Return a batch of hidden states behind a layer."""
+        """Return a batch of hidden states after a layer."""
         return self.through(self.modules[index], index, {0: state})[0]
 
     def through(
@@ -166,10 +166,10 @@ class Layers:
         index: int,
         states: dict[int, State],
     ) -> dict[int, State]:
-        """Return the hidden states of batches behind a module that is called as a layer is.
+        """Return the hidden states of batches after a module that is called as a layer is.
 
-        Those before it are taken out of `states`, batch by batch. Where states wait on the host
-        beside a GPU, batches are copied while others are computed.
+        The hidden states before it are removed from `states`, batch by batch. If states wait on
+        the CPU and a GPU computes, batches are copied while others are computed.
         """
         numbers, behind = list(states), dict[int, State]()
         arriving = self.arriving(states.pop(number) for number in numbers)
@@ -192,7 +192,7 @@ class Layers:
 
     @cached_property
     def _copies(self) -> "Copies | None":
-        """None unless hidden states wait on the host beside a GPU."""
+        """None unless hidden states wait on the CPU and a GPU computes."""
         beside = self._device.type == "cuda" and self._home.type == "cpu"
         return Copies(self._device) if beside else None
 
@@ -231,7 +231,7 @@ class Layers:
 
 
 class Copies:
-    """Copies on two streams of a GPU, one for each direction, beside the stream that computes."""
+    """Copies on two streams of a GPU, one per direction, parallel to the stream that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -43,10 +43,10 @@ def sample_from_model(
 ) -> Windows:
     """Draw `samples` windows of `seq_len` tokens from the model at temperature 1.
 
-    A model with a chat template writes chats, the user's words too: every window starts with what
-    the template writes before these (Xu et al. 2024, Magpie). Other windows start with what the
-    tokenizer puts before an empty text (a BOS token), or, where that is nothing, with one token
-    drawn uniformly from the vocabulary; no end token is drawn after that. Penalties and cut-offs of
+    A model with a chat template writes chats, the user's words too: every window starts with the
+    template's tokens before these (Xu et al. 2024, Magpie). Other windows start with the tokens
+    that the tokenizer puts before an empty text (a BOS token), or, if none, with one token drawn
+    uniformly from the vocabulary; no end token is drawn after that. Penalties and cut-offs of
     the model's generation_config.json do not apply. The global random state is left as it was.
 
     Args:
@@ -54,7 +54,7 @@ def sample_from_model(
         tokenizer: for the start token; None for a uniform one.
         seed: the same seed gives the same windows on one machine; use different ones for
             calibration and evaluation.
-        at_once: so many windows are sampled together. Each has random numbers of its own, so that
+        at_once: number of windows sampled together. Each has separate random numbers, so that
             another number gives another text only where rounding tips a draw.
         progress: called with ("sampling text", done, samples).
 
@@ -83,7 +83,7 @@ def sample_from_model(
 def _start(
     model: Any, tokenizer: PreTrainedTokenizerBase | None, seq_len: int, chat: list[int]
 ) -> list[int]:
-    """Return the tokens that every window starts with: those of a chat, or of a text."""
+    """Return the tokens that every window starts with: the start of a chat, or of a text."""
     start = chat or ([] if tokenizer is None else encode(tokenizer, "").tolist())
     vocabulary = int(model.config.vocab_size)
     if any(not 0 <= token < vocabulary for token in start):

@@ -55,8 +55,8 @@ class ConsumerSums:
     Attributes:
         gram: of the inputs, tokens weighted.
         residual: `Σ w δ xᵀ`, δ the difference to the dense hidden state after the site.
-        added, scale: inner products whose ratio is the factor by which a model scales what a site
-            adds to the hidden state. They stay on their device, so that nothing waits.
+        added, scale: inner products whose ratio is the factor by which a model scales the output
+            that a site adds to the hidden state. They stay on their device, so that nothing waits.
     """
 
     gram: GramSum
@@ -81,7 +81,7 @@ class ConsumerSums:
         weighted = residual if w is None else residual * w.reshape(-1, 1).to(residual)
         product = summed_products(weighted, inputs.flatten(0, -2)).double()
         self.residual = product if self.residual.ndim == 0 else self.residual + product
-        # A model may scale what a site adds, by one number for all.
+        # A model may scale the output that a site adds, by one number for all.
         added, consumed = after - before, _flat(consumed)
         self.added = self.added + (added * consumed).sum(dtype=torch.float64)
         self.scale = self.scale + (consumed * consumed).sum(dtype=torch.float64)
@@ -97,9 +97,9 @@ class ConsumerSums:
         """Return the Gram of the inputs, and the target of the consumer.
 
         The consumer has to add a share of the residual δ of the hidden states as well:
-        `T = W₀ + .6 (Σ w δ xᵀ)(G + λ diag G)⁻¹`. Over windows that earlier blocks were fitted on
-        too, the residual is smaller than elsewhere and better foreseen by the inputs, the more so
-        with every block: the whole of it would be too much.
+        `T = W₀ + .6 (Σ w δ xᵀ)(G + λ diag G)⁻¹`. Over windows that earlier blocks were also
+        fitted on, the residual is smaller than elsewhere and the inputs predict it better,
+        increasingly with every block: the whole of it would be too much.
         """
         gram = self.gram.gram()
         gram.check_finite()
@@ -192,7 +192,7 @@ class Streams:
         if self._plan.propagates:
             self._after_sites = []
             for site in block.sites:
-                # States after a site are its targets; nothing needs those before the block again.
+                # States after a site are its targets; nothing needs the block's inputs again.
                 states = layers.through(layers.sublayer(block, site), block.index, states)
                 self._after_sites.append(dict(states))
         else:
@@ -306,8 +306,8 @@ class Streams:
         """Return how well the pruned model predicts the validation windows, after the last block;
         nothing if there are none.
 
-        How well it predicts windows that it was fitted on says nothing of others: on a real model
-        their KL was less than half of what it was elsewhere (docs/lab/LOG.md).
+        Predictions of windows that it was fitted on say nothing about others: on a real model the
+        KL of fitted windows was less than half of the KL elsewhere (docs/lab/LOG.md).
         """
         if not self._plan.validation_count or self._pruned_layers is None:
             return {}

@@ -1,7 +1,7 @@
-"""Calibration windows of a text, or of what the dense model itself writes.
+"""Calibration windows of a text, or of text that the dense model itself writes.
 
-A text is read and checked before any work. What the model writes is made when it is needed, and so
-is its choice whether windows begin with the tokenizer's start.
+A text is read and checked before any work. The model writes its text when it is needed, and then
+also chooses whether windows begin with the tokenizer's start.
 """
 
 import math
@@ -44,7 +44,7 @@ from coec.text.windows import (
 )
 
 MEASURED_TOKENS, _MEASURED_LENGTH = 2048, 512
-"""Tokens after a start on which it is measured, and of each window, at most; as many without."""
+"""Tokens after a start on which it is measured, and of each window, at most; the same without."""
 
 
 class CalibrationWindows(NamedTuple):
@@ -130,7 +130,7 @@ class CalibrationText:
 
             tensors, record = once("windows", make)
             windows = Windows.of_record(tensors["input_ids"], record)
-        hand_back()  # what a text took, or the whole model
+        hand_back()  # memory of a text, or of the whole model
         fit, validation = split_windows(windows, self.recipe.holdout, self.recipe.seed)
         account = windows.record()
         return CalibrationWindows(fit, validation, account | {"notes": text_notes(account)})

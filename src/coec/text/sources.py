@@ -1,5 +1,5 @@
-"""Text for calibration and evaluation: files, WikiText-2, C4, text data sets of the hub, and what a
-caller holds.
+"""Text for calibration and evaluation: files, WikiText-2, C4, text data sets of the hub, and text
+or tokens that a caller passes.
 
 Data sets are read by `datasets`. Large ones are streamed, and read no further than
 `HUB_CHARACTERS`.
@@ -279,7 +279,7 @@ def _read_named(source: str, split: Split, column: str, limit: int, chat: Render
 
 
 def _beginning(rows: Iterable[Any], column: str, limit: int, chat: Rendered | None) -> str:
-    """Join the first documents, up to the one that reaches `limit` characters."""
+    """Join the first documents, up to the document that reaches `limit` characters."""
     texts, characters = [], 0
     for number, row in enumerate(rows, 1):
         text = row if isinstance(row, str) else _text_in(row, column, chat)

@@ -50,12 +50,12 @@ class Stream:
 
     Attributes:
         source: the source, as the user gave it.
-        text_sha256: digest of the source text, or of as many of its first characters as are
-            tokenised at once; of the token ids if there is no text.
+        text_sha256: digest of the source text, or of the beginning that is tokenised at
+            once; of the token ids if there is no text.
         special_tokens: number of special tokens that the tokenizer added to the text.
         characters: number of characters that were tokenised, which for a large data set or file are
             its beginning; 0 if there is no text.
-        in_pieces: true if the source was longer than what is tokenised at once, and therefore
+        in_pieces: true if the source was longer than one tokenised piece, and therefore
             tokenised in pieces, and no further than the windows need.
         start: the special tokens that the tokenizer put before the text, the first of `ids`; none
             if there is no text.
@@ -97,7 +97,7 @@ class Extent:
 
 
 def source_of(text: Any, column: str) -> str | Path | Tensor | Documents:
-    """Return what a caller gave as text, in the form that is read: arrays are tensors of token ids.
+    """Return the text that a caller gave, in the form that is read: arrays as tensors of token ids.
 
     Raises:
         CalibrationError: it is no text of any kind.
@@ -207,7 +207,7 @@ class _ChatTemplate:
 
 
 def chat_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what a tokenizer's chat template writes before a user's first words, as tokens.
+    """Return the tokens that a tokenizer's chat template writes before a user's first words.
 
     Empty where there is no template, or one that a lone user's turn does not fit.
     """
@@ -246,7 +246,7 @@ def _encode_pieces(
     start, end = ends
     special = tokenizer.num_special_tokens_to_add()
     pieces, characters, tokens = [start], 0, len(start)
-    # Start → plain tokens of every piece → end, unless the text goes on behind what is needed
+    # Start → plain tokens of every piece → end, unless the text continues after the needed part
     for piece in _pieces(text):
         later = characters > 0
         pieces.append(
@@ -359,7 +359,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> PreTrain
 def _non_uniform_config(folder: Path) -> JsonDict:
     """Configuration of a model whose widths differ by block; empty for any other model.
 
-    If transformers read it from the folder, it would ask for the code beside the weights.
+    If transformers read it from the folder, it would ask for the code next to the weights.
     """
     if not isfile(folder / CONFIG) or BLOCK_WIDTHS not in (config := read_config(folder)):
         return {}

@@ -44,11 +44,11 @@ _CHARACTERS = 8
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Windows of equal length, and their origin; fields besides these as in `Stream`.
+    """Windows of equal length, and their origin; other fields as in `Stream`.
 
     Attributes:
         available: number of tokens in the source.
-        text_sha256: of a mixture those of its texts, with commas between.
+        text_sha256: as in `Stream`; of a mixture, the digests of its texts, separated by commas.
         bos: true if every window that was cut from a text begins with the tokenizer's start.
         bos_cross_entropy: of the dense model on the same text, in nats per token, with the start
             (`on`) and without (`off`); None where nothing was measured.
@@ -97,8 +97,8 @@ def window_digests(ids: Int[Tensor, "n length"]) -> list[str]:
 
 
 def text_notes(calibration: JsonDict) -> list[str]:
-    """Return sentences on chats, and on what was measured with the start and without, by a record
-    of windows.
+    """Return sentences on chats, and on the measurements with the start and without, by a record of
+    windows.
     """
     notes = []
     if chats := calibration.get("chats", 0):
@@ -267,7 +267,7 @@ def _cut(stream: Stream, seq_len: int, bos: bool) -> Int[Tensor, "n length"]:
 
 
 def check_start(seq_len: int, start: int) -> None:
-    """Raise CalibrationError where windows have no room for text behind the tokenizer's start."""
+    """Raise CalibrationError if windows have no room for text after the tokenizer's start."""
     if seq_len <= start:
         raise CalibrationError(
             f"windows of {seq_len} tokens hold nothing but the {start} that the tokenizer starts a "
@@ -324,7 +324,7 @@ def text_stream(
     trust_remote_code: bool,
     progress: Progress | None,
 ) -> Stream:
-    """Read the tokens of a text, or of a long one as many as the extent says."""
+    """Read the tokens of a text; of a long text, only the number that the extent states."""
     tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=trust_remote_code)
     if not (isinstance(source, Tensor) or is_token_file(source)):
         tokenizer()  # a folder without one is refused before the text is read
