@@ -79,4 +79,4 @@ def test_what_cannot_be_loaded_is_refused(run, dense, tmp_path):
         measure(tmp_path / "own", None, via="transformers")
     out, _ = succeeded(run("eval", dense, "--via", "transformers", "--text", "self", "--baseline",
                            dense, "--samples", 2, "--seq-len", 16))  # fmt: skip
-    assert "kl                   0.0000" in out
+    assert "KL 0.000" in out

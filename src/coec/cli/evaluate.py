@@ -27,6 +27,10 @@ _FLAGS = (
 )  # fmt: skip
 
 
+_FIRST = ("perplexity", "baseline_perplexity", "ratio", "kl", "agreement")
+"""Numbers of the first line."""
+
+
 @with_flags(*_FLAGS, common.QUIET, common.JSON)
 def eval_command(
     model: Annotated[str, argument("Model folder or hub name.", "MODEL")], **flags: Any
@@ -44,8 +48,16 @@ def eval_command(
 
 
 def _lines(result: "Perplexity") -> Iterator[str]:
+    """Yield the result in one line, then what it was measured on."""
+    line = f"perplexity {result.perplexity:.4g}"
+    if result.kl is not None:
+        line += (
+            f" (dense {result.baseline_perplexity:.4g}, × {result.ratio:.3g}), "
+            f"KL {result.kl:.3f}, same top token {result.agreement:.0%}"
+        )
+    yield line
     for name, value in result.as_dict().items():
-        if value is not None and not isinstance(value, bool):
+        if value is not None and not isinstance(value, bool) and name not in _FIRST:
             text = f"{value:,}" if isinstance(value, int) else value
             text = f"{value:.4f}" if isinstance(value, float) else text
             yield f"{name.replace('_', ' '):<20} {text}"

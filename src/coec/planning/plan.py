@@ -188,7 +188,7 @@ class Plan:
                 plan = replace(plan, remarks=(remark + "by MLP channels alone",))
             if plan.parameters_after <= budget:
                 return plan
-            # The format adds parameters, such as biases of a compensation: remove the same number.
+            # The format adds parameters, such as biases of a compensation: remove that number too.
             removed += plan.parameters_after - (self.model.parameters - removed)
 
     def _with(self, widths: Widths, *, listed: bool = False) -> "Plan":
