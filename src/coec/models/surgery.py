@@ -115,9 +115,9 @@ def _kept_rows(count: int, owned: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " k
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Cast a new weight for writing; raises NumericalError if it does not fit the dtype."""
     written = tensor.to(dtype).cpu().contiguous()
-    if torch.isnan(tensor).any():
-        raise NumericalError(f"the new weight of {name} holds NaN")
     if not torch.isfinite(written).all():
+        if torch.isnan(tensor).any():
+            raise NumericalError(f"the new weight of {name} holds NaN")
         raise NumericalError(
             f"the compensated {name} does not fit {dtype}: its largest entry is "
             f"{float(tensor.abs().max()):.3g}; write with dtype=float32 or dtype=bfloat16"

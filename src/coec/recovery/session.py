@@ -224,6 +224,8 @@ class Session:
                 groups.append(texts.load_windows(pieces.path(name)))
                 self._tell("writing text", first + size, count)
             ids, source, sha256 = torch.cat(groups), "self", ""
+        # Refused before the text is kept: a batch that is larger than the text
+        job.recovery.windows_per_step(job.seq_len, texts.most_tokens(len(ids), job.seq_len))
         origin = {"source": source, "windows": len(ids), "text_sha256": sha256}
         pieces.put("text", self.text, partial(texts.save_windows, ids), record=origin)
 
