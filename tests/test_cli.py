@@ -405,6 +405,7 @@ def scaled(problem, *, factor: float = 0.5):
 def test_functions_of_a_file_select_and_compensate(run, dense, tokens, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
+    Path("broken.py").write_text("{}['x']")  # whose KeyError is not that of a missing name
     own = ("--selection", "own.py:largest", "--compensation", "own.py:scaled")
     how = ("--calibration", tokens, "--samples", 24, "--seq-len", 32)
     status, _, err = run("prune", dense, "out", *how, *own)
@@ -413,7 +414,7 @@ def test_functions_of_a_file_select_and_compensate(run, dense, tokens, tmp_path,
     assert (recipe["selection"], recipe["compensation"]) == ("largest", "scaled")
     for value, said in {
         "own.py:absent": "defines no absent", "absent.py:x": "cannot be run",
-        "magic": "FILE.py:NAME",
+        "magic": "FILE.py:NAME", "broken.py:x": "cannot be run",
     }.items():  # fmt: skip
         status, _, err = run("prune", dense, "other", *how, "--selection", value)
         assert status == 2

@@ -60,18 +60,17 @@ class Flag(NamedTuple):
         flag, is_switch = flag_of(self.name), self.type is None
         forms = [flag] if is_switch else [f"{flag}/--no-{flag[2:]}"] if self.type is bool else []
         only_names = bool(self.names) and self.type is str and not self.functions
-        metavar = (
-            "NAME|FILE.py:NAME"
-            if self.functions
-            else "NAME"
-            if only_names
-            else "|".join((_METAVARS.get(self.type, ""), *self.names))
-        )
+        metavar, parser = "|".join((_METAVARS.get(self.type, ""), *self.names)), None
+        if self.functions:
+            metavar, parser = "NAME|FILE.py:NAME", self._function_or_name
+        elif only_names:
+            metavar = "NAME"
+        elif self.names:
+            parser = self._number_or_name
         option = typer.Option(
             *forms, help=self.text, show_default=False, rich_help_panel=self.heading or None,
             metavar="" if forms else self.metavar or metavar,
-            parser=self._function_or_name if self.functions else
-            self._number_or_name if self.names and not only_names else None,
+            parser=parser,
             is_eager=self.callback is not None, callback=self.callback,
         )  # fmt: skip
         kind: Any = Literal[self.names] if only_names else self.type
@@ -95,11 +94,12 @@ class Flag(NamedTuple):
         if not file.endswith(".py"):
             raise typer.BadParameter(f"'{value}' is not {', '.join(self.names)} or FILE.py:NAME")
         try:
-            return runpy.run_path(file)[name]
-        except KeyError as error:
-            raise typer.BadParameter(f"'{file}' defines no {name}") from error
+            defined = runpy.run_path(file)
         except Exception as error:  # the user's own code
             raise typer.BadParameter(f"'{file}' cannot be run: {first_line(error)}") from error
+        if name not in defined:
+            raise typer.BadParameter(f"'{file}' defines no {name}")
+        return defined[name]
 
 
 def switch(name: str, text: str, heading: str = "") -> Flag:

@@ -108,6 +108,12 @@ def noise(
     return level
 
 
+def channel_scale(G: Float[Tensor, "d d"]) -> Float[Tensor, " d"]:
+    """Root of every channel's energy in float64, a unit in which that is 1; 1 if it has none."""
+    energy = G.diagonal().double()
+    return torch.where(energy > 0, energy.sqrt(), 1.0)
+
+
 def regularized_inverse(
     G: Float[Tensor, "d d"],
     ridge: float,

@@ -7,7 +7,7 @@ from torch import Tensor
 from coec.config.recipe import RidgeOptions
 from coec.linalg.decompose import polar, svd
 from coec.linalg.gcv import global_scale
-from coec.linalg.spd import solve_right
+from coec.linalg.spd import channel_scale, solve_right
 from coec.methods.objective import OutputProblem, kept_columns
 from coec.types import SiteProblem, SiteResult
 
@@ -97,8 +97,7 @@ def solve_with_own_ridge(
     """
     ridge = min(LARGEST, PRIOR * len(A) / max(tokens, 1))
     # A common ridge over channels of unit energy; one without any keeps its unit.
-    energy = A.diagonal()
-    scale = torch.where(energy > 0, energy.sqrt(), 1.0)
+    scale = channel_scale(A)
     scaled = A / scale / scale[:, None]
     return solve_right(B / scale, scaled, ridge, precision) / scale, ridge
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.cuda import CUDAGraph
 
 from coec.errors import NumericalError, OptionError
-from coec.linalg.spd import power_of_two, regularized_inverse
+from coec.linalg.spd import channel_scale, power_of_two, regularized_inverse
 from coec.types import Gram
 
 RIDGE = 1e-3
@@ -164,8 +164,9 @@ class _Elimination:
         """
         d = len(G)
         # Channels of unit energy: A = (G + δ diag G + λI)⁻¹ and N = W₀ᵀW₀, rows of W₀ by strips
-        norms = G.diagonal().double().clamp_min(0).sqrt()
-        A, ridge = regularized_inverse(G, RIDGE, DAMPING, torch.where(norms > 0, norms, 1.0))
+        scale = channel_scale(G)
+        norms = torch.where(G.diagonal() > 0, scale, 0.0)
+        A, ridge = regularized_inverse(G, RIDGE, DAMPING, scale)
         N, unit = torch.zeros_like(A), power_of_two(weight.abs().amax(dim=0) * norms)
         for rows in weight.split(_STRIP):
             scaled = rows * norms / unit

@@ -325,11 +325,8 @@ def check_headers(
                 f"{place} is {header.dtype}: the weights are quantised; pruning needs float weights"
             )
         if header.shape != tuple(expected[name]):
-            empty = (
-                ""
-                if math.prod(header.shape)
-                else ("; ZeRO-3 leaves empty tensors: gather them first (zero_to_fp32.py)")
-            )
+            hint = "; ZeRO-3 leaves empty tensors: gather them first (zero_to_fp32.py)"
+            empty = hint if 0 in header.shape else ""
             raise ModelError(
                 f"{place} has shape {header.shape}, config.json says {tuple(expected[name])}{empty}"
             )

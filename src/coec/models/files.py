@@ -198,9 +198,9 @@ def read_headers(folder: Path) -> dict[str, Header]:
     Raises ModelError where loaders would differ.
     """
     # Every file of the index is opened once, and agrees with it.
-    index = _index(folder)
+    index, files = _weight_files(folder)
     headers: dict[str, Header] = {}
-    for file_name in sorted(set(index.values())) or _without_index(folder):
+    for file_name in files:
         with opened(folder / file_name) as file:
             for whole in file.keys():
                 name = _WRAPPED.sub("", whole)
@@ -227,22 +227,14 @@ def read_headers(folder: Path) -> dict[str, Header]:
     return headers
 
 
-def _without_index(folder: Path) -> list[str]:
-    """Return the single file of weights, or the shards of a folder whose index is missing."""
-    return (
-        [_WEIGHTS]
-        if (folder / _WEIGHTS).exists()
-        else sorted(path.name for path in folder.glob(_SHARDS))
-    )
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Read the index: tensor name → file name, in this folder; empty if there is none."""
+def _weight_files(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Read the index, tensor name → file name, empty if there is none; and list the files."""
     check_merged(folder)
     path, single = folder / INDEX, (folder / _WEIGHTS).exists()
     if not path.exists():
-        if single or any(folder.glob(_SHARDS)):
-            return {}
+        shards = sorted(shard.name for shard in folder.glob(_SHARDS))
+        if files := [_WEIGHTS] if single else shards:
+            return {}, files
         hint = ""
         if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth")):
             hint = (
@@ -267,4 +259,4 @@ def _index(folder: Path) -> dict[str, str]:
             f"'{min(weight_map.values())}': loaders differ in which they read; remove the one "
             "that is out of date"
         )
-    return weight_map
+    return weight_map, sorted(set(weight_map.values()))
