@@ -28,12 +28,15 @@ _BATCH = 8
 """Windows that are run at once."""
 
 
-def prune(model: Path, out: Path, sparsity: float, **windows: Any) -> None:
-    """Prune a Llama and save it; `windows` are settings of `coec.prune`'s calibration."""
+def prune(model: Path, out: Path, sparsity: float, **windows: Any) -> float:
+    """Prune a Llama and save it; return the share of its parameters that was removed.
+
+    `windows` are settings of `coec.prune`'s calibration.
+    """
     code = _code()
-    plan = coec.plan(model, preset="paper", sparsity=sparsity, **windows)
+    plan = coec.plan(model, preset="paper", multiple_of="auto", sparsity=sparsity, **windows)
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    config = network.config
+    config, before = network.config, network.num_parameters()
     groups, channels = plan.pruned.kv_heads, plan.pruned.ffn
     states = network.model.embed_tokens(_windows(model, windows)).detach()
     positions = torch.arange(states.shape[1])[None]
@@ -55,6 +58,7 @@ def prune(model: Path, out: Path, sparsity: float, **windows: Any) -> None:
     _cut(network, groups, channels)
     network.to(torch.bfloat16).save_pretrained(out)
     AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    return 1 - network.num_parameters() / before
 
 
 def _code() -> Any:

@@ -6,9 +6,8 @@
 `cpu`: 64 windows of 512 tokens of WikiText-2 valid calibrate; perplexity and KL are of the first 32
 windows of 512 of test, and of TinyStories' test, a text of another kind. `gpu`: 128 windows of
 1,024, and the first 900,000 characters of both. The texts lie in ../shared/data, the model comes
-from benchmarks.real_model. Forward passes run in the
-model's bfloat16, as they do on a GPU, on a CPU too; `--settings '{"forward_dtype": "float32"}'` is
-nine times faster on a CPU that has no products of bfloat16. Rows are in
+from benchmarks.real_model. Forward passes run in float32 on a CPU, in bfloat16 on a GPU. All rows
+of one sparsity keep the same number of channels, a multiple of 64. Rows are in
 benchmarks/results/real.json, made where they are missing (`--again`: anew), the most telling first;
 with `--minutes` none is begun or goes on after so many. A row is a process of its own: pruning by
 this package, then the checkpoint in transformers, beside the dense model's states, which are kept.
@@ -60,22 +59,23 @@ class Size:
 
     samples: int
     seq_len: int
+    dtype: str = "float32"
     windows: int | None = None
     characters: int | None = None
 
 
 SIZES = {
     "cpu": Size(64, 512, windows=32),
-    "gpu": Size(128, 1024, characters=900_000),
+    "gpu": Size(128, 1024, "bfloat16", characters=900_000),
     "rehearsal": Size(8, 128, windows=4),
 }
-ONE_SHOT = {"preset": "paper", "multiple_of": 1}
+ONE_SHOT = {"preset": "paper", "multiple_of": "auto"}
 ROWS: dict[str, dict[str, Any]] = {
     "fast": {"preset": "fast"},
     "fast, by block": {"preset": "fast", "by_block": True},
     "balanced": {"preset": "balanced"},
     "balanced, by block": {"preset": "balanced", "by_block": True},
-    "paper": {"preset": "paper"},
+    "paper": ONE_SHOT,
     "none": {**ONE_SHOT, "selection": "wanda-sp", "compensation": "none"},
     "FLAP": {**ONE_SHOT, "selection": "flap", "compensation": "bias"},
     "RCPU": {**ONE_SHOT, "selection": "rcpu", "compensation": "rcpu"},
@@ -166,7 +166,8 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
     for sparsity, seed, row in product(chosen.sparsity, chosen.seeds, chosen.rows):
         if row == DENSE and cases:
             continue
-        settings = chosen.settings if row == DENSE else ROWS[row] | chosen.settings
+        usual = {"forward_dtype": SIZES[chosen.size].dtype} | chosen.settings
+        settings = usual if row == DENSE else ROWS[row] | usual
         case = {
             "size": chosen.size, "sparsity": 0.0 if row == DENSE else sparsity, "seed": seed,
             "row": row, "settings": settings, "first": chosen.first,
@@ -178,7 +179,7 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
             cases.append(case | {"model": str(model), "shared": str(chosen.shared)})
     for text in JUDGES.values() if cases else ():  # before others run beside it: all need it
         ids = evaluation_ids(model, SIZES[chosen.size], chosen.shared / text)
-        dense_states(model, ids, _dtype(chosen.settings))
+        dense_states(model, ids, getattr(torch, usual["forward_dtype"]))
 
     def measure(case: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "benchmarks.real", "--one", json.dumps(case)]
@@ -246,7 +247,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
         numbers["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.cuda.is_available():
             numbers["device_bytes"] = torch.cuda.max_memory_allocated()
-        dtype = _dtype(case["settings"])
+        dtype = getattr(torch, case["settings"]["forward_dtype"])
         network, head = _network(made, dtype), _network(model, dtype).lm_head.weight.detach()
         for prefix, text in JUDGES.items():
             ids = evaluation_ids(model, size, Path(case["shared"]) / text)
@@ -267,12 +268,12 @@ def _pruned(case: dict[str, Any], out: Path) -> dict[str, Any]:
     texts = Path(case["shared"]) / TEXTS
     windows = {
         "calibration": str(texts / "valid.raw.txt"), "samples": size.samples,
-        "seq_len": size.seq_len, "seed": case["seed"], "forward_dtype": "bfloat16",
+        "seq_len": size.seq_len, "seed": case["seed"],
     }  # fmt: skip
     numbers: dict[str, Any] = {}
     began, spent = time.perf_counter(), time.process_time()
     if case["row"] == "OSSCAR":
-        osscar.prune(model, out, case["sparsity"], **windows)
+        numbers["removed"] = osscar.prune(model, out, case["sparsity"], **windows)
     else:
         settings = windows | case["settings"] | {"sparsity": case["sparsity"]}
         if settings["calibration"] == "train":
@@ -329,7 +330,7 @@ def _trained(case: dict[str, Any], out: Path) -> dict[str, Any]:
         )  # fmt: skip
     settings = settings | {
         "text": str(sources.get(text, text)), "seq_len": size.seq_len, "seed": case["seed"],
-        "forward_dtype": case["settings"].get("forward_dtype", "bfloat16"),
+        "forward_dtype": case["settings"]["forward_dtype"],
     }  # fmt: skip
     way = footprints(model, start, Recovery(**settings), choose_device("auto"), None)[0]
     training = coec.recover(model, start, out, progress=_progress, **settings).recoveries[-1]
@@ -362,12 +363,6 @@ def evaluation_ids(model: Path, size: Size, path: Path) -> Tensor:
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     count = len(ids) // size.seq_len
     return ids[: count * size.seq_len].view(count, -1)[: size.windows]
-
-
-def _dtype(settings: dict[str, Any]) -> torch.dtype:
-    """Return the dtype of forward passes, by the settings of a row."""
-    dtype: torch.dtype = getattr(torch, settings.get("forward_dtype", "bfloat16"))
-    return dtype
 
 
 def _network(model: Path, dtype: torch.dtype) -> Any:
