@@ -1,6 +1,7 @@
 """A recovery: what it writes, what decides, how it goes on, what it refuses."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -208,6 +209,18 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bits(
     assert not out.with_name("out.partial").exists()
 
 
+@pytest.mark.slow
+def test_a_run_whose_folder_was_moved_goes_on_to_the_same_bits(
+    recovered, recover, tmp_path, monkeypatch
+):
+    ended_at("state 4", monkeypatch, recover)
+    (tmp_path / "out.partial").rename(tmp_path / "moved.partial")
+    seen = []
+    recover("moved", progress=lambda phase, done, total: seen.append((phase, done)))
+    assert ("resuming steps", 4) in seen
+    assert not differing(tmp_path / "moved", recovered[0])
+
+
 def saved_state(folder, step, best):
     """Write what looks like a state of the Trainer; return the digests of its files."""
     path = folder / f"checkpoint-{step}"
@@ -239,6 +252,7 @@ STATE_DAMAGE = {
     "missing": lambda path: path.unlink(),
     "besides": lambda path: path.with_name("besides.bin").write_bytes(b"1"),
     "a link": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "a pipe": lambda path: os.mkfifo(path.with_name("scaler.pt")),  # the Trainer reads such a file
 }
 
 

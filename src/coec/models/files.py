@@ -143,9 +143,14 @@ def sha256(path: Path) -> str:
 
 
 def digests_in(folder: Path) -> JsonDict:
-    """Return the SHA-256 of every file below a folder, by its path there."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+    """Return the SHA-256 of every file below a folder, by its path there; None for a pipe, or
+    another entry that is no file and must not be read.
+    """
+    entries = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return {
+        path.relative_to(folder).as_posix(): sha256(path) if path.is_file() else None
+        for path in entries
+    }
 
 
 @contextmanager

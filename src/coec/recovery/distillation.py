@@ -254,6 +254,10 @@ class TrainingMonitor(TrainerCallback):
         self._pieces, self._tokens, self._progress = pieces, tokens_per_step, progress
         self._most = max(2 * start, start + 1)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
+        """Tell a Trainer that resumes in a folder that was moved where its best state lies."""
+        state.best_model_checkpoint = _here(state.best_model_checkpoint, Path(args.output_dir))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> Any:
         """Show how many tokens are done; look at the last state and save it in any case."""
         if state.global_step >= state.max_steps:
@@ -321,6 +325,11 @@ def last_state(folder: Path, saved: Mapping[int, JsonDict]) -> str | None:
     # The Trainer loads the best state in the end: a state whose best one is lost is of no use.
     for name in reversed(intact):
         state = json.loads(Path(name, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        if state["best_model_checkpoint"] in (None, *intact):
+        if _here(state["best_model_checkpoint"], folder) in (None, *intact):
             return name
     return None
+
+
+def _here(state: str | None, folder: Path) -> str | None:
+    """Return where a state lies now: its whole path was stored, and the folder may have moved."""
+    return state and str(folder / Path(state).name)
