@@ -73,6 +73,24 @@ def test_a_budget_of_memory_holds_weights_and_keys_and_values(size, bytes_):
     assert 0.999 * bytes_ < 4 * (narrow.parameters_after + cache) <= bytes_
 
 
+@pytest.mark.parametrize("more", [{}, {"tensor_parallel": 1, "compensation": "bias"}])
+@pytest.mark.parametrize("budget", ["20GB", "30GB"])
+def test_a_budget_of_memory_has_room_for_the_keys_and_values_of_groups_that_stay(budget, more):
+    """Weights of 16 GB, and 17 GB of keys and values for 131,072 tokens."""
+    settings = {"preset": "paper", "context": 131_072, "multiple_of": 1}
+    found = plan(LLAMA_8B, budget=budget, attention_units="groups", **settings, **more)
+    cache = 2 * 32 * found.pruned.kv_heads * 128 * 131_072
+    used = 2 * (found.parameters_after + cache) / (float(budget[:2]) * 1e9)
+    assert found.pruned.kv_heads < 8
+    # One fraction of both: the next group would be 2.5 GB more
+    assert used <= 1 < used + 2.5 / float(budget[:2])
+
+
+def test_a_budget_that_cannot_be_met_names_the_share_of_the_vocabulary():
+    with pytest.raises(OptionError, match=r"embedding and head, which stay, are 13% of"):
+        plan(LLAMA_8B, budget=0.1)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "sparsity", "kept"),
     [

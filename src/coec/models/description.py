@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -19,7 +19,7 @@ from coec.models import multimodal
 from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
 from coec.models.files import FLOAT_DTYPES, Header, JsonDict, read_tensor
 from coec.models.folder import CONFIG, find_model, read_config
-from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, read_size
+from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, Site, read_size
 from coec.models.multimodal import Around
 from coec.models.non_uniform import class_of
 from coec.models.surgery import unstacked
@@ -33,6 +33,8 @@ DRAFTS = "num_nextn_predict_layers"
 """Configuration key of the number of layers after the last: servers draft further tokens with
 them, and transformers does not read them. They are left out."""
 _POSITIONS = "max_position_embeddings"
+_LOW_RANK = "kv_lora_rank"
+"""Configuration key of attention whose keys and values are of low rank."""
 _PARTIAL = "partial_rotary_factor"
 """Fraction of a head that is rotated; the old form has it next to `rope_scaling`."""
 
@@ -122,18 +124,25 @@ class Description:
         """Number of parameters; tied ones count once."""
         return sum(shape.numel() for shape in self.shapes.values())
 
-    def cached(self, dropped: int = 0) -> int:
-        """Return how many numbers a server keeps of a token: keys and values of every block.
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Number of parameters of the embedding and the head."""
+        return sum(self.shapes[n].numel() for n in (_EMBEDDING, HEAD) if n in self.shapes)
 
-        If keys and values of attention are of low rank, it keeps the low-rank ones. The `dropped`
-        blocks that take least are left out.
+    def cached(self, blocks: Iterable[int] | None = None) -> int:
+        """Return the size of a server's cache per token, of some blocks: their keys and values.
+
+        If keys and values of attention are of low rank, it keeps the low-rank ones.
         """
-        if rank := self.config.get("kv_lora_rank"):
-            each = [rank + self.config["qk_rope_head_dim"]] * self.shape.layers
-        else:
-            blocks = map(self.shape.at, range(self.shape.layers))
-            each = [2 * block.kv_heads * block.head_dim for block in blocks]
-        return sum(sorted(each)[dropped:])
+        numbers = range(self.shape.layers) if blocks is None else blocks
+        if rank := self.config.get(_LOW_RANK):
+            return sum(rank + int(self.config["qk_rope_head_dim"]) for _ in numbers)
+        return sum(2 * self.shape.at(n).kv_heads * self.shape.head_dim for n in numbers)
+
+    def cached_by_unit(self, site: Site) -> int:
+        """Return how much of that belongs to one unit of a site: nothing but for a KV group."""
+        is_group = site.value is not None and not site.groups and not self.config.get(_LOW_RANK)
+        return 2 * self.shape.head_dim if is_group else 0
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Build the transformers model on the meta device: shapes, no memory."""

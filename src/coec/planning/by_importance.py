@@ -8,9 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.methods.elimination import removal_path
-from coec.models.description import Description
 from coec.models.layout import Site
-from coec.planning.widths import Rounding, Widths, parameters
+from coec.planning.widths import Costs, Rounding, Widths
 from coec.types import Gram, KeptSet
 
 Importances = Mapping[str, Float[Tensor, " units"]]
@@ -18,37 +17,37 @@ Importances = Mapping[str, Float[Tensor, " units"]]
 
 
 def by_importance(
-    model: Description,
+    costs: Costs,
     start: Widths,
     importances: Importances,
     rounding: Rounding,
     apart: frozenset[str] = frozenset(),
     spare: int = 0,
 ) -> Widths:
-    """Return the widths that keep the most important units, within the parameters of `start`.
+    """Return the widths that keep the most important units, within the size of `start`.
 
     All units are ranked, and one place in the ranking separates kept units from removed units.
-    Every site keeps at least one. Parameters that remain after that place are spent on the next
+    Every site keeps at least one. The size that remains after that place is spent on the next
     units that fit.
 
     Args:
-        model: says where units are, and the shapes of the dense model's tensors.
-        start: widths whose parameters are shared out.
-        importances: of the sites that share them; the other sites keep their widths.
+        costs: the sizes of the dense model's units.
+        start: widths whose size is shared out.
+        importances: of the sites that share it; the other sites keep their widths.
         rounding: to what numbers of units widths are rounded up.
-        apart: kinds of sites that share their own parameters only.
-        spare: additional parameters that may stay, at the other kinds.
+        apart: kinds of sites that share their own size only.
+        spare: additional size that may stay, at the other kinds.
     """
     kept = dict(start.kept)
     pools: dict[str, list[Site]] = {}
-    for site in model.layout.sites:
+    for site in costs.model.layout.sites:
         if site.key in importances:
             pools.setdefault(site.kind if site.kind in apart else "", []).append(site)
-    # Kinds of sites in `apart` share their own parameters; all others one budget, with `spare`.
+    # Kinds of sites in `apart` share their own size; all others one budget, with `spare`.
     for name, sites in pools.items():
-        costs = [parameters(site, model.shapes) for site in sites]
-        budget = sum(cost * start.of(site) for cost, site in zip(costs, sites, strict=True))
-        pool = _Pool(sites, costs, budget if name else budget + spare, rounding)
+        prices = [costs.unit(site) for site in sites]
+        budget = sum(price * start.of(site) for price, site in zip(prices, sites, strict=True))
+        pool = _Pool(sites, prices, budget if name else budget + spare, rounding)
         counts = pool.counts([importances[site.key] for site in sites])
         kept |= {(site.block, site.name): n for site, n in zip(sites, counts, strict=True)}
     return Widths(kept)
@@ -56,12 +55,12 @@ def by_importance(
 
 @dataclass(frozen=True)
 class _Pool:
-    """Sites that share out parameters.
+    """Sites that share out a size.
 
     Attributes:
         sites: the sites.
-        costs: the parameters of one unit of each.
-        budget: how many parameters all units that stay may have.
+        costs: the size of one unit of each.
+        budget: the size that all units that stay may have.
         rounding: as in `by_importance`.
     """
 

@@ -25,7 +25,7 @@ from coec.models.non_uniform import FILE as CODE
 from coec.planning.by_importance import Importances, by_importance
 from coec.planning.checks import check_model, notes_of
 from coec.planning.kept import KeptUnits
-from coec.planning.widths import Rounding, Shares, Widths, parameters_inside, shares_for, uniform
+from coec.planning.widths import Costs, Rounding, Shares, Widths, shares_for, uniform
 from coec.text.windows import DEFAULT_SEQ_LEN, resolve_seq_len, validation_count
 
 _PLURALS = {"expert": "experts"}
@@ -153,12 +153,12 @@ class Plan:
 
     def _within_budget(self) -> "Plan":
         """Return the plan with widths and format, within the budget if there is one."""
-        budget, layout, shapes = self.budget, self.model.layout, self.model.shapes
+        budget, layout, costs = self.budget, self.model.layout, self.costs
         if budget is None:
             widths = uniform(layout, self.shares, self.kept, fewer_blocks=bool(self.dropped))
             return self._with(widths)
-        removed = self.model.parameters - budget
-        inside = sum(parameters_inside(layout.blocks[n], shapes) for n in self.dropped)
+        removed = costs.whole - budget
+        inside = sum(costs.block(layout.blocks[n]) for n in self.dropped)
         if not self.chosen and removed <= inside:
             raise OptionError(
                 f"drop_blocks = {len(self.dropped)} alone leaves fewer parameters than budget = "
@@ -172,24 +172,25 @@ class Plan:
         while True:
             # Parameters to remove → shares of units → widths → format, until its own fit too
             tried = ((way, shares_for(
-                layout, shapes, self.shares, removed, attention=way, kept=self.kept,
-                dropped=self.dropped,
+                costs, self.shares, removed, attention=way, kept=self.kept, dropped=self.dropped,
             )) for way in ways)  # fmt: skip
             way, shares = next(((w, s) for w, s in tried if s is not None), (None, None))
             if shares is None:
+                vocabulary = self.model.vocabulary_parameters / self.model.parameters
                 raise OptionError(
-                    f"budget = {self.recipe.budget} cannot be met, however much is removed: allow "
-                    "more, or take a smaller multiple_of"
+                    f"budget = {self.recipe.budget} cannot be met, however much is removed "
+                    f"(embedding and head, which stay, are {vocabulary:.0%} of the parameters): "
+                    "allow more, or take a smaller multiple_of"
                 )
             widths = uniform(layout, shares, self.kept, fewer_blocks=bool(self.dropped))
             plan = replace(self, shares=shares)._with(widths)
             if way and len(ways) > 1:
                 remark = f"attention loses units too: budget = {self.recipe.budget} cannot be met "
                 plan = replace(plan, remarks=(remark + "by MLP channels alone",))
-            if plan.parameters_after <= budget:
+            if plan.size_after <= budget:
                 return plan
             # The format adds parameters, such as biases of a compensation: remove that number too.
-            removed += plan.parameters_after - (self.model.parameters - removed)
+            removed += plan.size_after - (costs.whole - removed)
 
     def _with(self, widths: Widths, *, listed: bool = False) -> "Plan":
         """Return the plan with these widths, in a format that holds them; `listed` asks for one
@@ -230,7 +231,7 @@ class Plan:
         return replace(self, dropped=blocks, chosen=True)._within_budget()
 
     def with_widths(self, importances: Importances) -> "Plan":
-        """Decide the widths by importances, with at most as many parameters as this plan has.
+        """Decide the widths by importances, with at most the size that this plan has.
 
         Args:
             importances: one for every unit of every site in `shared`.
@@ -240,7 +241,7 @@ class Plan:
         if self.recipe.attention_sparsity is not None:
             apart.add("attention")
         widths = by_importance(
-            self.model,
+            self.costs,
             self.widths,
             {site.key: importances[site.key] for site in self.shared},
             self.shares.rounding,
@@ -266,41 +267,55 @@ class Plan:
             and not (alike and site.value is not None)
         )
 
+    @cached_property
+    def costs(self) -> Costs:
+        """Sizes in which a budget counts: of memory, with the keys and values of `context`."""
+        in_memory = self.recipe.budget is not None and memory_size(self.recipe.budget)
+        return Costs(self.model, self.recipe.context if in_memory else 0)
+
+    @property
+    def size_after(self) -> int:
+        """Size of the pruned model in what a budget counts."""
+        staying = [block.index for block in self.blocks]
+        cached = replace(self.model, shape=self.pruned).cached(staying)
+        return self.parameters_after + self.costs.context * cached
+
     @property
     def budget(self) -> int | None:
-        """Largest number of parameters that may be left; None if sparsity decides.
+        """Largest size that may be left; None if sparsity decides.
 
-        For a budget of memory: the number that fits in addition to the keys and values of the
-        dense model's blocks and a multimodal model's other weights, all in the dtype written.
+        A budget of memory has room for the result in the dtype written, and for a multimodal
+        model's other weights.
 
         Raises:
             OptionError: nothing would be removed, or nothing can be left.
         """
         if (text := self.recipe.budget) is None:
             return None
-        model, context = self.model, ""
+        model, whole = self.model, self.costs.whole
         if memory := memory_size(text):
-            cached = model.cached(self.recipe.drop_blocks) * self.recipe.context
             around = 0 if model.around is None else model.around.outside()
-            budget = memory // self.written.itemsize - cached - around
-            context = f", with the keys and values of context = {self.recipe.context:,} tokens,"
+            budget = memory // self.written.itemsize - around
         else:
             count = parameter_count(text)
             budget = int(count * model.parameters if count < 1 else count)
-        if not 0 < budget < model.parameters:
+        if not 0 < budget < whole:
+            context = self.costs.context
+            cache = (
+                f", with the keys and values of context = {context:,} tokens," if context else ""
+            )
             room = "has room for no parameter" if budget < 1 else "removes nothing"
             raise OptionError(
-                f"budget = {text}{context} {room} of this model's {model.parameters:,}: allow "
+                f"budget = {text}{cache} {room} of this model's {model.parameters:,}: allow "
                 + ("more" if budget < 1 else "less")
             )
         return budget
 
     def _unused_budget(self) -> int:
-        """Parameters that the budget leaves unused; 0 if the format adds to the model."""
-        removed = self.widths.removed(self.model.layout, self.model.shapes, self.dropped)
+        """Size that the budget leaves unused; 0 if the format adds to the model."""
         # A format that adds biases or similar uses the rest itself.
-        unlike = self.parameters_after != self.parameters_before - removed
-        return 0 if self.budget is None or unlike else self.budget - self.parameters_after
+        unlike = self.size_after != self.costs.whole - self.widths.removed(self.costs, self.dropped)
+        return 0 if self.budget is None or unlike else self.budget - self.size_after
 
     @cached_property
     def method(self) -> Method:

@@ -10,6 +10,7 @@ import torch
 
 from coec.errors import OptionError
 from coec.methods.selection import kept_count
+from coec.models.description import Description
 from coec.models.layout import BlockLayout, Layout, Site
 from coec.planning.kept import KeptUnits
 
@@ -50,22 +51,43 @@ class Widths:
         """The widths of a kind of site, one for each block."""
         return tuple(kept for (_, site), kept in sorted(self.kept.items()) if site == name)
 
-    def removed(
-        self, layout: Layout, shapes: Mapping[str, torch.Size], dropped: Collection[int] = ()
-    ) -> int:
-        """Return how many parameters of the dense model are removed; of `dropped` blocks all."""
+    def removed(self, costs: "Costs", dropped: Collection[int] = ()) -> int:
+        """Return how much of the dense model's size is removed; all of the `dropped` blocks."""
         removed = 0
-        for block in layout.blocks:
+        for block in costs.model.layout.blocks:
             if block.index in dropped:
-                removed += parameters_inside(block, shapes)
+                removed += costs.block(block)
                 continue
             for site in block.sites:
                 kept = self.of(site) if self.stays(site) else 0
-                removed += (site.units - kept) * parameters(site, shapes)
+                removed += (site.units - kept) * costs.unit(site)
             # An expert's row of the router goes with it.
             if self.experts is not None and (router := block.router) is not None:
-                removed += (router.stop - self.experts) * shapes[router.tensor][1]
+                removed += (router.stop - self.experts) * costs.model.shapes[router.tensor][1]
         return removed
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Size of units and blocks: parameters, and the keys and values of `context` tokens."""
+
+    model: Description
+    context: int = 0
+
+    @property
+    def whole(self) -> int:
+        """The size of the dense model."""
+        return self.model.parameters + self.context * self.model.cached()
+
+    def unit(self, site: Site) -> int:
+        """The size of one unit."""
+        cached = self.model.cached_by_unit(site)
+        return parameters(site, self.model.shapes) + self.context * cached
+
+    def block(self, block: BlockLayout) -> int:
+        """The size of a whole block."""
+        inside = parameters_inside(block, self.model.shapes)
+        return inside + self.context * self.model.cached([block.index])
 
 
 def parameters_inside(block: BlockLayout, shapes: Mapping[str, torch.Size]) -> int:
@@ -210,8 +232,7 @@ def uniform(
 
 
 def shares_for(
-    layout: Layout,
-    shapes: Mapping[str, torch.Size],
+    costs: Costs,
     shares: Shares,
     goal: int,
     *,
@@ -219,16 +240,15 @@ def shares_for(
     kept: KeptUnits | None = None,
     dropped: Collection[int] = (),
 ) -> Shares | None:
-    """Return the smallest common fraction that removes `goal` parameters; None if none does.
+    """Return the smallest common fraction that removes `goal` of the size; None if none does.
 
     Args:
-        layout: where units are.
-        shapes: of the dense model's tensors, by name.
+        costs: the sizes of units and blocks.
         shares: of attention, if it has its own, and of experts.
-        goal: how many parameters must go.
+        goal: size to remove.
         attention: remove the same fraction of attention.
         kept: the units of sites that the user names.
-        dropped: blocks that are left out, whose parameters count as removed.
+        dropped: blocks that are left out, whose size counts as removed.
     """
 
     def at(step: int) -> Shares:
@@ -236,7 +256,8 @@ def shares_for(
         return replace(shares, mlp=share, attention=share if attention else shares.attention)
 
     def removed(step: int) -> int:
-        return uniform(layout, at(step), kept, fewer_blocks=True).removed(layout, shapes, dropped)
+        widths = uniform(costs.model.layout, at(step), kept, fewer_blocks=True)
+        return widths.removed(costs, dropped)
 
     # The removed count never falls as the fraction rises: bisection finds the first sufficient one.
     steps = range(1, _STEPS)

@@ -28,7 +28,6 @@ from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import Cut, with_bias
 from coec.planning.by_importance import by_error
 from coec.planning.plan import Plan
-from coec.planning.widths import parameters
 from coec.solve import naming, solve_site
 from coec.streams.head import Head
 from coec.streams.layers import Layers, State
@@ -119,7 +118,7 @@ def _scaled(curves: dict[str, Tensor], costs: dict[str, float], plan: Plan) -> d
     scaled = {}
     for key, curve in curves.items():
         # Nats at the uniform width over a unit's parameters: the value of a parameter there.
-        height = max(costs.get(key, 0.0), floor) / parameters(sites[key], plan.model.shapes)
+        height = max(costs.get(key, 0.0), floor) / plan.costs.unit(sites[key])
         scaled[key] = torch.cat([curve[:1], curve[1:] * height])  # the first stays in any case
     return scaled
 
