@@ -5,12 +5,12 @@
 Two random blocks as in benchmarks.two_blocks, every width, the windows' length and the vocabulary
 scaled, are pruned as a GPU does it: forward passes in bfloat16, SVDs and polar factors by products.
 Products, attention and decompositions are counted by what runs them, and scaled back: all grow with
-the third power. The floor is their number over what an H200 was measured to do (docs/lab/LOG.md).
-Elementwise work, copies, launches and Python count as nothing. Numbers of iterations are those at
-the small size. What is computed once for a model is halved with the rest; the training of the last
-block on predictions is left out. The last column has the bytes of all tensors at their peak, on the
-device and on the host, which grow with the square, but for panels of fixed numbers of rows. Rows
-are in benchmarks/results/block_floor.json.
+the third power. The floor is their number over what an H200 was measured to do
+(docs/lab/PERFORMANCE.md). Elementwise work, copies, launches and Python count as nothing. Numbers
+of iterations are those at the small size. What is computed once for a model is halved with the
+rest; the training of the last block on predictions is left out. The last column has the bytes of
+all tensors at their peak, on the device and on the host, which grow with the square, but for panels
+of fixed numbers of rows. Rows are in benchmarks/results/block_floor.json.
 """
 
 import argparse

@@ -68,7 +68,7 @@ def conditioned(m, b, condition, seed=0):
 @pytest.mark.parametrize("dtype", ORTHOGONAL)
 @pytest.mark.parametrize("columns", [2, 1_000, 30_000])
 def test_rounding_never_hides_that_columns_are_orthonormal(dtype, columns):
-    """It was 3.1 eps √b for 1,024 and 2,048 columns in float32 (docs/lab/PERFORMANCE.md)."""
+    """It was measured as 3.1 eps √b for 1,024 and 2,048 columns in float32."""
     eps = torch.finfo(dtype).eps
     near = nearly_orthogonal(dtype, columns)
     assert 2 * 3.1 * eps * columns**0.5 < near
