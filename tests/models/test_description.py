@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -102,6 +103,11 @@ UNREADABLE = {
     "larger than 64 MiB": of_a_gigabyte,
     "no config.json|cannot be read": os.mkfifo,  # which is not waited for
 }
+
+
+def test_a_limit_of_infinity_is_read_as_transformers_writes_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity]}')
+    assert read_config(tmp_path) == {"time_step_limit": [0.0, math.inf]}
 
 
 @pytest.mark.parametrize("match", UNREADABLE)
@@ -228,7 +234,7 @@ def test_phi3_with_a_factor_for_every_frequency_keeps_its_heads(tmp_path):
 def test_what_a_server_keeps_of_a_token():
     llama = Description.of(tm.raw_config("llama", num_hidden_layers=3))
     assert llama.cached() == 3 * 2 * 4 * 4
-    assert llama.cached(dropped=1) == 2 * 2 * 4 * 4
+    assert llama.cached([0, 2]) == 2 * 2 * 4 * 4
     deepseek = tm.raw_config("deepseek_v3")
     of_low_rank = deepseek["kv_lora_rank"] + deepseek["qk_rope_head_dim"]
     assert Description.of(deepseek).cached() == 2 * of_low_rank

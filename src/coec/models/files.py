@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -44,11 +45,12 @@ _WRAPPED = re.compile(r"^(_orig_mod\.|module\.)+")
 """What torch.compile and parallel wrappers put before the names in a model."""
 
 
-def parse_json(path: Path, *, distinct: bool = False) -> Any:
+def parse_json(path: Path, *, distinct: bool = False, infinite: bool = False) -> Any:
     """Read a JSON file from any source.
 
     Args:
         distinct: refuse an object that names a key twice; otherwise the last one counts.
+        infinite: accept `Infinity`, which configurations of transformers have.
 
     Raises:
         OSError: the file cannot be read, or is no file.
@@ -65,7 +67,9 @@ def parse_json(path: Path, *, distinct: bool = False) -> Any:
         return json.loads(
             path.read_text(encoding="utf-8"),
             parse_float=_finite,
-            parse_constant=_finite,
+            parse_constant=lambda name: (
+                math.inf if infinite and name == "Infinity" else _finite(name)
+            ),
             object_pairs_hook=_distinct if distinct else None,
         )
     except RecursionError:

@@ -109,7 +109,7 @@ def read_config(model: Path) -> JsonDict:
     """
     try:
         path = model if model.is_file() else model / CONFIG
-        config = parse_json(path)
+        config = parse_json(path, infinite=True)
     except FileNotFoundError as error:
         check_merged(model)
         if gguf := next(iter(sorted(model.glob("*.gguf"))), None):
