@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import coec
@@ -49,6 +50,33 @@ def test_an_expert_reads_its_own_tokens_times_their_weights():
     for expert, token, inputs, norms in routed:
         assert token.tolist() == [[0, 1], [], [0]][expert]
         torch.testing.assert_close(norms, (inputs @ experts.down_proj[expert].T).norm(dim=1))
+
+
+def saved_stacked(variant, folder):
+    """Save a model with the tensors of its memory, as programs do that train it."""
+    model = tm.tiny(variant)
+    tm.save(model, folder, tokenizer=False)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_experts_in_one_tensor_are_read_as_experts_by_themselves(variant, tmp_path):
+    alone = Dense.open(tm.save(tm.tiny(variant), tmp_path / "alone", tokenizer=False))
+    stacked = Dense.open(saved_stacked(variant, tmp_path / "stacked"))
+    assert any(header.piece for header in stacked.stored.values())
+    assert stacked.digest == alone.digest
+    assert stacked.notes == alone.notes
+
+
+def test_an_expert_in_two_layouts_is_refused(tmp_path):
+    folder = saved_stacked("qwen3_moe", tmp_path / "model")
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {name: torch.ones(3, 3)}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="by itself and in"):
+        Dense.open(folder)
 
 
 @pytest.mark.parametrize("variant", EXPERTS)

@@ -33,7 +33,7 @@ from coec.models.description import (
 from coec.models.files import Header, opened, parse_json, read_headers
 from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
-from coec.models.surgery import stacked
+from coec.models.surgery import stacked, unstacked_headers
 
 OUTSIDE = ""
 """Stands for the weights outside of all blocks, instead of a block's prefix."""
@@ -52,7 +52,7 @@ class Dense(Description):
     Attributes:
         name: the model, as the user gave it.
         files: tensor name → file name in the folder.
-        stored: tensor name → its name in its file, of those in `carried` too.
+        stored: tensor name → its header, of those in `carried` too.
         carried: tensors of a multimodal model around it, by name.
         stamps: size and time of every file when it was opened.
         dtype: dtype of the weights; the narrowest that holds all if they are mixed.
@@ -64,7 +64,7 @@ class Dense(Description):
     name: str
     folder: Path
     files: dict[str, str]
-    stored: dict[str, str]
+    stored: dict[str, Header]
     carried: dict[str, Header]
     stamps: dict[str, tuple[int, int]]
     dtype: torch.dtype
@@ -116,6 +116,14 @@ class Dense(Description):
                 f"{HEAD} is kept apart from the embedding: config.json says that they are one, "
                 "the weights differ"
             )
+        whole = {name: (around.stored(name) if around else name) for name in described.shapes}
+        named = [(headers[n].stored, stored) for n, stored in whole.items() if n in headers]
+        if wrapped := [name for name, stored in named if name != stored]:
+            notes.append(
+                f"the names of {len(wrapped)} tensors have what a wrapper puts before them "
+                f"({wrapped[0]}): it is taken off"
+            )
+        headers = unstacked_headers(headers, described.architecture.blocks.experts)
         dtype = check_headers(folder, headers, described.shapes)
         if {headers[name].dtype for name in described.shapes} == {"F16", "BF16"}:
             notes.append(
@@ -124,17 +132,10 @@ class Dense(Description):
             )
         # Read here only so that a bad one is refused before work.
         _generation_config(folder)
-        files = {name: headers[name].file for name in described.shapes}
-        stored = {name: headers[name].stored for name in described.shapes}
-        named = around.stored if around else str
-        if wrapped := [whole for name, whole in stored.items() if whole != named(name)]:
-            notes.append(
-                f"the names of {len(wrapped)} tensors have what a wrapper puts before them "
-                f"({wrapped[0]}): it is taken off"
-            )
-        stored |= {name: header.stored for name, header in carried.items()}
-        read_from = {*files.values(), *(header.file for header in carried.values())}
-        stamps = {file: _stamp(folder / file) for file in sorted(read_from)}
+        stored = {name: headers[name] for name in described.shapes}
+        files = {name: header.file for name, header in stored.items()}
+        stored |= carried
+        stamps = {f: _stamp(folder / f) for f in sorted({h.file for h in stored.values()})}
         return cls(
             **vars(described) | {"around": around}, name=str(model), folder=folder.absolute(),
             files=files, stored=stored, carried=carried, stamps=stamps, dtype=dtype,
@@ -296,7 +297,7 @@ class Dense(Description):
             # Compared once it is open: a file that took its place before that has another stamp.
             if _stamp(path) != self.stamps[file]:
                 raise ModelError(f"'{path}' was changed while it was in use: run again")
-            return {name: content.get_tensor(self.stored[name]) for name in names}
+            return {name: self.stored[name].read(content) for name in names}
 
 
 def _generation_config(folder: Path) -> GenerationConfig | None:

@@ -192,13 +192,23 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 class Header:
     """A tensor as its safetensors file declares it; the dtype by its name there.
 
-    `stored` is the tensor's name there, with the prefix of a wrapper.
+    `stored` is the tensor's name there, with the prefix of a wrapper. `piece` indexes that tensor
+    if this one is a part of it.
     """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     stored: str
+    piece: tuple[int, slice] | None = None
+
+    def read(self, content: Any) -> Tensor:
+        """Read the tensor from its open file."""
+        if self.piece is None:
+            whole: Tensor = content.get_tensor(self.stored)
+            return whole
+        part: Tensor = content.get_slice(self.stored)[self.piece]
+        return part
 
 
 def read_headers(folder: Path) -> dict[str, Header]:

@@ -1,13 +1,13 @@
 """Tensors of a block: rows and columns cut (METHODS §1), and experts stacked as layers run them.
 
 Checkpoints have one tensor for each expert, the model that runs one parameter for all: transformers
-5 stacks experts as it loads, and splits them as it saves. This package reads, prunes and writes the
-tensors of the files; they are stacked where a layer is to run.
+5 stacks experts as it loads, and splits them as it saves. This package prunes and writes one tensor
+for each expert, and also reads files with one for all; they are stacked where a layer is to run.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from coec.errors import ModelError, NumericalError
 from coec.models.architectures import ExpertNames
+from coec.models.files import Header
 from coec.models.layout import BlockLayout, Rows, Site
 from coec.types import KeptSet, SiteResult
 
@@ -168,15 +169,55 @@ def unstacked(state: Mapping[str, Tensor], names: ExpertNames | None) -> dict[st
         if not suffix:
             tensors[name] = tensor
         elif parameter in _STACKED:
-            # Gate and up projection are stacked by rows: each has half of them.
-            modules = (names.gate, names.up) if parameter == _STACKED[0] else (names.down,)
-            for expert, matrix in enumerate(tensor):
-                for module, weight in zip(modules, matrix.chunk(len(modules)), strict=True):
-                    stored = f"{prefix}{names.stored}.experts.{expert}.{module}.weight"
-                    tensors[stored] = weight.contiguous()
+            for stored, (expert, rows) in _pieces(prefix, parameter, tensor.shape, names).items():
+                tensors[stored] = tensor[expert, rows].contiguous()
         else:
             tensors[f"{prefix}{names.stored}.{suffix}"] = tensor
     return tensors
+
+
+def unstacked_headers(
+    headers: Mapping[str, Header], names: ExpertNames | None
+) -> dict[str, Header]:
+    """Take files' tensors of all experts apart, as some programs save them; others stay.
+
+    Raises ModelError if an expert is also in the files by itself.
+    """
+    if names is None:
+        return dict(headers)
+    apart: dict[str, Header] = {}
+    for name, header in headers.items():
+        prefix, suffix = _split(name, names.module)
+        parameter = suffix.removeprefix("experts.")
+        if parameter not in _STACKED or len(header.shape) != 3:
+            apart[f"{prefix}{names.stored}.{suffix}" if suffix else name] = header
+            continue
+        for stored, (expert, rows) in _pieces(prefix, parameter, header.shape, names).items():
+            if stored in headers:
+                raise ModelError(
+                    f"{stored} is in the files by itself and in {name}: loaders differ in which "
+                    "they read"
+                )
+            shape = rows.stop - rows.start, header.shape[2]
+            apart[stored] = replace(header, shape=shape, piece=(expert, rows))
+    return apart
+
+
+def _pieces(
+    prefix: str, parameter: str, shape: Sequence[int], names: ExpertNames
+) -> dict[str, tuple[int, slice]]:
+    """Return where every expert's projections are in the tensor of all experts, by their names in
+    a checkpoint: the gate projection is the first half of the rows, the up projection the second.
+    """
+    modules = (names.gate, names.up) if parameter == _STACKED[0] else (names.down,)
+    experts, rows = shape[0], shape[1] // len(modules)
+    return {
+        f"{prefix}{names.stored}.experts.{expert}.{module}.weight": (
+            expert, slice(part * rows, (part + 1) * rows),
+        )
+        for expert in range(experts)
+        for part, module in enumerate(modules)
+    }  # fmt: skip
 
 
 def _split(name: str, module: str) -> tuple[str, str]:
