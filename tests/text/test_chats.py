@@ -7,6 +7,7 @@ import pytest
 import coec
 import tiny_models as tm
 from coec.errors import CalibrationError
+from coec.events import recording
 from coec.text.tokens import load_tokenizer, read_stream
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -63,7 +64,8 @@ def test_the_report_says_that_chats_were_rendered(in_memory, dense, tmp_path):
     report = coec.prune(dense, tmp_path / "out", calibration=text, samples=4, seq_len=16,
                         preset="fast")  # fmt: skip
     assert report.calibration["chats"] == len(CHATS)
-    assert "40 chats were rendered by the tokenizer's chat template" in report.plan["notes"]
+    note = "40 chats were rendered by the tokenizer's chat template, with 100% of the assistants'"
+    assert any(note in line for line in report.plan["notes"])
 
 
 def test_a_template_that_fails_is_one_line(tmp_path):
@@ -90,3 +92,38 @@ def test_a_tokenizer_without_a_template_cannot_render_chats(dense, tmp_path):
     plain = tm.save(tm.tiny("llama"), tmp_path / "plain")
     with pytest.raises(CalibrationError, match="no chat template to write them"):
         opened(plain, written(tmp_path / "chats.jsonl", rows_of("openai")))
+
+
+THINKING = "<think>\nw1 w2 w3\n</think>\nw4"
+DROPPING = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "kept"),
+    [
+        (TEMPLATE, {"content": THINKING}, 1.0),
+        (DROPPING, {"content": THINKING}, 2 / (2 + 7 + 8 + 8)),
+        (TEMPLATE, {"content": "w4", "reasoning_content": "w5 w6 w7"}, 0.2),
+        (TEMPLATE.replace("m['content']", "m['content'][0]['text']"),
+         {"content": [{"type": "text", "text": "w4"}]}, 1.0),
+    ],
+)  # fmt: skip
+def test_a_template_that_drops_reasoning_is_recorded(template, message, kept, dense, tmp_path):
+    (dense / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": "w0"}, {"role": "assistant", **message}]
+    path = written(tmp_path / "chats.jsonl", [{"messages": chat}] * 3)
+    with recording() as events:
+        found = opened(dense, path)
+    assert found.answers_kept / found.answers == pytest.approx(kept)
+    assert [event for event in events if "dropped" in event] == [
+        event for event in events if kept < 0.9
+    ]
+    assert len(events) == (kept < 0.9)
+    (dense / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def test_prompts_alone_are_named_as_such(dense, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "w1 w2"}]}]
+    with recording() as events:
+        opened(dense, written(tmp_path / "prompts.jsonl", rows))
+    assert ["prompts alone" in event for event in events] == [True]

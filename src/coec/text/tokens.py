@@ -36,6 +36,10 @@ LONG_TEXT = 12_000_000
 PIECE = 1_000_000
 """Approximate number of characters of a longer text that are tokenised at once, in 0.2 GB."""
 _CUTS = ("\n\n", "\n", " ")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn that hold its reasoning apart from its content."""
+_FEW_ANSWERS = 0.9
+"""Share of the assistants' text; a chat template that keeps less is recorded."""
 _PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
 """Tokenizers with one vocabulary that encode this text alike count as the same."""
 _PROBED = 100
@@ -60,6 +64,8 @@ class Stream:
         start: the special tokens that the tokenizer put before the text, the first of `ids`; none
             if there is no text.
         chats: number of chats that the tokenizer's template rendered.
+        answers: characters of the assistants' turns in these chats.
+        answers_kept: number of these characters that the template kept.
     """
 
     ids: Int[Tensor, " n"] | Int[Tensor, "rows length"]
@@ -69,6 +75,8 @@ class Stream:
     characters: int = 0
     in_pieces: bool = False
     chats: int = 0
+    answers: int = 0
+    answers_kept: int = 0
     start: Int[Tensor, " k"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def within(self, vocabulary: int) -> "Stream":
@@ -169,18 +177,22 @@ def read_stream(
         tell("tokenising", 0, characters)
         ids = encode(loaded, beginning)
         tell("tokenising", characters, characters)
-    return Stream(ids, name, sha256, special, characters, in_pieces, chat.count, ends[0])
+    chat.check_answers(name)
+    return Stream(
+        ids, name, sha256, special, characters, in_pieces, chat.count, chat.answers,
+        chat.answers_kept, ends[0],
+    )  # fmt: skip
 
 
 class _ChatTemplate:
-    """Renders chats by the tokenizer's own template, and counts them.
+    """Renders chats by the tokenizer's own template; counts them, and what it keeps of answers.
 
     Args:
         load: loads the tokenizer, where there is text.
     """
 
     def __init__(self, load: Callable[[], PreTrainedTokenizerBase]) -> None:
-        self._load, self.count = load, 0
+        self._load, self.count, self.answers, self.answers_kept = load, 0, 0, 0
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -196,7 +208,11 @@ class _ChatTemplate:
             )
         try:
             turns = [_turn(message) for message in messages]
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+            text = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
+            lines = list(_answered(turns))
+            self.answers += sum(map(len, lines))
+            self.answers_kept += sum(len(line) for line in lines if line in text)
+            return text
         except CoecError:
             raise
         except Exception as error:  # a template is a program
@@ -204,6 +220,19 @@ class _ChatTemplate:
                 f"chat {self.count} cannot be rendered by the tokenizer's chat template "
                 f"({first_line(error)}): give text, or messages with role and content"
             ) from error
+
+    def check_answers(self, source: str) -> None:
+        """Record that chats have no answers, or that the template dropped much of them."""
+        if not self.count:
+            return
+        if not self.answers:
+            record(f"no chat of '{source}' has an assistant's turn: its text is prompts alone")
+        elif self.answers_kept < _FEW_ANSWERS * self.answers:
+            record(
+                f"the chat template dropped {1 - self.answers_kept / self.answers:.0%} of the "
+                f"assistants' text of '{source}', as templates do with reasoning before </think>: "
+                "to keep it, give text that is rendered already, or mend chat_template.jinja"
+            )
 
 
 def chat_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -230,6 +259,17 @@ def _turn(message: Any) -> Any:
         roles = {"human": "user", "gpt": "assistant"}
         return {"role": roles.get(speaker, speaker), "content": message["value"]}
     return message
+
+
+def _answered(turns: Iterable[Any]) -> Iterator[str]:
+    """Yield the lines of the assistants' turns, reasoning that stands apart included."""
+    for turn in (t for t in turns if isinstance(t, Mapping) and t.get("role") == "assistant"):
+        content = turn.get("content")
+        parts = content if isinstance(content, list) else [content]
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        for text in (*texts, *(turn.get(name) for name in _REASONING)):
+            if isinstance(text, str):
+                yield from (line.strip() for line in text.splitlines() if line.strip())
 
 
 def _encode_pieces(

@@ -62,6 +62,8 @@ class Windows:
     characters: int = 0
     in_pieces: bool = False
     chats: int = 0
+    answers: int = 0
+    answers_kept: int = 0
     bos: bool = False
     bos_cross_entropy: dict[str, float] | None = None
 
@@ -102,7 +104,10 @@ def text_notes(calibration: JsonDict) -> list[str]:
     """
     notes = []
     if chats := calibration.get("chats", 0):
-        notes.append(f"{chats:,} chats were rendered by the tokenizer's chat template")
+        note = f"{chats:,} chats were rendered by the tokenizer's chat template"
+        if answers := calibration.get("answers", 0):
+            note += f", with {calibration['answers_kept'] / answers:.0%} of the assistants' text"
+        notes.append(note)
     if entropies := calibration.get("bos_cross_entropy"):
         windows = "every window begins with" if calibration["bos"] else "no window is given"
         notes.append(
@@ -154,7 +159,7 @@ def mixed(drawn: Sequence[Windows], source: str) -> Windows:
     # Window i of n stands at (i + ½)/n: sorted by place, the sources alternate by their shares.
     places = [(torch.arange(len(windows.ids)) + 0.5) / len(windows.ids) for windows in drawn]
     order = torch.cat(places).argsort(stable=True)
-    counts = ("available", "special_tokens", "characters", "chats")
+    counts = ("available", "special_tokens", "characters", "chats", "answers", "answers_kept")
     return replace(
         drawn[0],
         ids=torch.cat([windows.ids for windows in drawn])[order],
