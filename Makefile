@@ -65,11 +65,12 @@ chains: .venv-chains/ready  ## what torchao and bitsandbytes make of pruned mode
 .venv-docs/ready: Makefile constraints.txt
 	@$(PYTHON) -m venv --clear .venv-docs
 	@.venv-docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		mkdocs-material mkdocstrings-python typer rich
+		mkdocs-material mkdocstrings-python ruff typer rich
 	@touch $@
 
+# With --quiet no warning is counted, and --strict fails at none. Ruff wraps the signatures.
 docs: .venv-docs/ready  ## the documentation as a site, in site/; a link that leads nowhere fails
-	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=src .venv-docs/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 PATH=$(CURDIR)/.venv-docs/bin:$$PATH PYTHONPATH=src .venv-docs/bin/mkdocs build --strict
 
 .venv-dist/ready: Makefile constraints.txt
 	@$(PYTHON) -m venv --clear .venv-dist
