@@ -18,6 +18,7 @@ from tools import tables
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs/GUIDE.md").read_text(encoding="utf-8")
+EXTEND = (ROOT / "docs/EXTEND.md").read_text(encoding="utf-8")
 METHODS = (ROOT / "docs/METHODS.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md")]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
@@ -46,7 +47,10 @@ def test_every_flag_named_in_a_document_exists():
     switches = [one.name for one in described(Recipe) if bool in one.kinds]
     known |= {f"no-{name.replace('_', '-')}" for name in switches}
     known |= {"tasks", "batch", "num"}  # of lm_eval, before a _
-    known |= {"input-len", "output-len"}  # of vLLM
+    known |= {"input-len", "output-len", "max-model-len"}  # of vLLM
+    known |= {"local-dir", "exclude"}  # of hf
+    known |= {"no-index", "find-links", "extra-index-url"}  # of pip, as is index-url
+    known |= {"apply"}  # of lm_eval, before a _
     for script in [*(ROOT / "benchmarks").glob("*.py"), ROOT / "experiments/paper.py"]:
         known |= set(re.findall(r'"--([a-z-]+)"', script.read_text(encoding="utf-8")))
     for document in (path for path in DOCUMENTS if path.name not in HISTORY):
@@ -59,11 +63,28 @@ def test_the_recipe_in_the_guide_is_one(toml):
     Recipe(**tomllib.loads(toml))
 
 
-def test_the_mathematics_example_in_the_guide_runs():
-    code = fenced("python")[-1]
-    exec(
-        code[code.index("# the mathematics alone") :], {"coec": coec, "torch": __import__("torch")}
-    )
+def test_the_functions_and_the_mathematics_of_extend_run():
+    blocks = [block for block in fenced("python", EXTEND) if "coec.prune" not in block]
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+    found = names["result"].diagnostics
+    assert found["error_after"] < found["error_before"]
+
+
+def test_the_family_in_extend_is_one_of_the_package():
+    models = ROOT / "src/coec/models"
+    tables = "".join((models / f"{n}.toml").read_text() for n in ("architectures", "blocks"))
+    shown = re.findall(r"^```\n(\[.*?)^```", EXTEND, flags=re.DOTALL | re.MULTILINE)
+    parts = [part.strip() for block in shown for part in block.split("\n\n")]
+    assert len(parts) == 3
+    assert all(part in tables for part in parts)
+
+
+def test_no_document_installs_from_an_index_that_has_no_coec():
+    for document in (path for path in DOCUMENTS if path.name not in HISTORY):
+        text = document.read_text(encoding="utf-8")
+        assert not re.search(r"pip install [^\n]*(?<![\w/])coec\b", text), document.name
 
 
 def test_the_table_of_loaders_is_made_of_the_findings():

@@ -20,14 +20,17 @@ from coec.text import sources
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "GUIDE", "QUANTISE", "RECOVER", "SERVE", "EVALUATION", "lab/SCALE",
+    "INSTALL", "GUIDE", "TUTORIAL", "EXTEND", "QUANTISE", "RECOVER", "SERVE", "EVALUATION",
+    "lab/SCALE",
 ))]  # fmt: skip
-PYTHON = ["README.md", "docs/GUIDE.md",
+PYTHON = ["README.md", "docs/GUIDE.md", "docs/EXTEND.md",
           pytest.param("docs/QUANTISE.md", marks=pytest.mark.chains)]  # fmt: skip
 """Pages with Python; that of docs/SERVE.md is for programs that are not installed here."""
 DENSE = ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "MODEL", "DENSE",
-         "dense", "model", "a", "b")  # fmt: skip
+         "Llama-3.1-8B-Instruct", "dense", "model", "a", "b")  # fmt: skip
 PRUNED = ("PRUNED", "pruned", "QUANTISED", "Llama-3.1-8B-70")
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+CHATS = ("chats.jsonl", "test-chats.jsonl")
 WRITES = {"prune": 1, "recover": 2, "export": 1}
 """Place of the output among the arguments."""
 SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "16GB": "400KB", "8192": "64"}
@@ -62,6 +65,7 @@ def place(tmp_path, monkeypatch, run):
     tokenizer["model"]["vocab"]["th"] = len(tokenizer["model"]["vocab"])
     tokenizer["model"]["merges"] = [["t", "h"]]  # llama.cpp wants one
     (first / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (first / "chat_template.jinja").write_text(TEMPLATE)
     text = Path(tm.text_file(tmp_path / "my-text.txt", 20_000)).read_text()
     for name in DENSE[1:]:
         shutil.copytree(first, tmp_path / name)
@@ -71,6 +75,12 @@ def place(tmp_path, monkeypatch, run):
         shutil.copytree(tmp_path / PRUNED[0], tmp_path / name)
     for name in ("train.txt", "test.txt", "text.txt"):
         (tmp_path / name).write_text(text)
+    for name, begin in zip(CHATS, (0, 10_000), strict=True):
+        said = [text[n : n + 50] for n in range(begin, begin + 10_000, 50)]
+        chats = ({"messages": [{"role": "user", "content": words}]} for words in said)
+        (tmp_path / name).write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    own = [block for block in blocks("docs/EXTEND.md", "python") if "\ndef " in f"\n{block}"]
+    (tmp_path / "mine.py").write_text("\n".join(own))
     np.save("tokens.npy", np.random.default_rng(0).integers(2, tm.VOCABULARY, 20_000))
     (tmp_path / "units.json").write_text('{"layers.0.mlp": [0, 2, 5], "layers.1.mlp": [1, 3, 4]}')
     monkeypatch.setattr(sources, "_read_named", lambda *arguments: text)
@@ -100,9 +110,10 @@ def test_the_commands_of_a_page_run(page, place, run):
 def test_the_python_of_a_page_runs(page, place):
     found = blocks(page, "python")
     assert found
+    names = {}
     for block in found:
         if "llmcompressor" in block:  # in an environment of its own
             continue
         if '"./pruned", sparsity' in block:
             shutil.rmtree(place / "pruned")
-        exec(compile(block, page, "exec"), {})
+        exec(compile(block, page, "exec"), names)

@@ -7,11 +7,12 @@ Tests compare the documents with what these commands print.
 """
 
 import argparse
+import textwrap
 from typing import Any
 
 from coec.config import Described, described, shown
 from coec.config.recipe import PRESETS, CoecOptions, Recipe, RidgeOptions
-from coec.models.architectures import packaged
+from coec.models.architectures import ARCHITECTURES
 from coec.models.formats import LOADERS
 
 _PREFACE = """# Settings
@@ -22,6 +23,19 @@ Each is a flag of `coec prune` (`--seq-len`), a key of a file for `--config` (`s
 """
 _WORDS = {float: "number", int: "whole number", str: "text", bool: "on, off"}
 _ROWS = "| setting | values | default | |\n|---|---|---|---|\n"
+CONDITIONS = {
+    "non_uniform": "widths by block",
+    "non_uniform_heads": "heads by block",
+    "odd_channels": "odd channels",
+    "fewer_heads": "fewer heads",
+    "output_bias": "a bias of `o_proj`",
+    "down_bias": "a bias of `down_proj`",
+    "new_biases": "new biases",
+    "sliding": "a short window",
+    "llama3_positions": "llama3 positions",
+    "kinds_moved": "dropped blocks",
+}
+"""Short names of the conditions of loaders.toml; the page explains them."""
 
 
 def settings() -> str:
@@ -52,25 +66,47 @@ def _row(field: Described) -> str:
 
 
 def loaders() -> str:
-    """Return a row for every loader of checkpoints, with its versions and exceptions."""
-    conditions = packaged("loaders.toml")["conditions"]
-
-    def listed(types: tuple[str, ...] | None) -> str:
-        return "every type" if types is None else ", ".join(types)
-
-    lines = [
-        "| loader | checked | types that were tried | loads them, except |",
-        "|---|---|---|---|",
-    ]
+    """Return a row for every loader of checkpoints, and its exceptions as a list."""
+    rows = ["| loader | checked | types that were tried |", "|---|---|---|"]
+    shared: dict[str, list[str]] = {}
     for loader in LOADERS.values():
-        exceptions = "; ".join(
-            f"{listed(case.types)}{f' where {conditions[case.when]}' if case.when else ''}: "
-            f"{case.verdict}"
-            for case in loader.exceptions
+        rows.append(f"| {loader.name} | {loader.checked} | {_types(loader.types)} |")
+        for case in loader.exceptions:
+            types = [] if case.types is None else [_listed(case.types)]
+            exception = f"{' with '.join([*types, *_condition(case.when)])}: {case.verdict}"
+            shared.setdefault(exception, []).append(loader.name)
+    groups: dict[str, list[str]] = {}
+    for exception, names in shared.items():
+        groups.setdefault(", ".join(names), []).append(exception)
+    return "\n".join([*rows, "", *(_bullets(name, group) for name, group in groups.items())]) + "\n"
+
+
+def _types(types: tuple[str, ...] | None) -> str:
+    """Name the types, or the others where these are fewer."""
+    others = [name for name in ARCHITECTURES if name not in (types or ())]
+    if types is None or len(others) >= len(types):
+        return _listed(types)
+    return f"all but {', '.join(others)}"
+
+
+def _listed(types: tuple[str, ...] | None) -> str:
+    return "every type" if types is None else ", ".join(types)
+
+
+def _condition(name: str | None) -> list[str]:
+    return [CONDITIONS[name]] if name else []
+
+
+def _bullets(name: str, exceptions: list[str]) -> str:
+    """List exceptions under the names of the loaders, in lines of a document."""
+    lines = [f"- **{name}**"] if len(exceptions) > 1 else []
+    for exception in exceptions:
+        head = "    - " if lines else f"- **{name}**: "
+        indent = "      " if lines else "  "
+        lines += textwrap.wrap(
+            exception, 115, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
         )
-        types = listed(loader.types)
-        lines.append(f"| {loader.name} | {loader.checked} | {types} | {exceptions} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 WRITERS: dict[str, Any] = {"settings": settings, "loaders": loaders}
