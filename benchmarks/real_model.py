@@ -91,7 +91,7 @@ def _convert(unpacked: Path, out: Path) -> None:
     try:
         model = AutoModelForCausalLM.from_pretrained(unpacked, gguf_file=GGUF, dtype=torch.bfloat16)
     except ImportError as error:
-        raise NoModelError("reading the real model needs gguf: pip install 'coec[gguf]'") from error
+        raise NoModelError("reading the real model needs gguf: pip install gguf") from error
     model.config.rms_norm_eps = RMS_NORM_EPS
     # Weights that were read from a quantised file are ordinary ones now; transformers refuses to
     # save what it takes for a quantised model.

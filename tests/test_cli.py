@@ -138,7 +138,7 @@ def test_json_is_one_object_on_stdout(prune, perplexity, run, tmp_path):
     assert listing["architectures"].keys() == ARCHITECTURES.keys()
     ridge = listing["options"]["least-squares"]["ridge"]
     assert ridge.startswith("λ relative to the mean diagonal of Gxx, at least 0; `auto`")
-    assert ridge.endswith("Default: 0.01.")
+    assert ridge.endswith("Default: auto in fast, 1 in balanced, else 0.01.")
     assert listing["options"]["rcpu"] == {}
 
 

@@ -8,7 +8,8 @@ Tests compare the documents with what these commands print.
 
 import argparse
 import textwrap
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_origin
 
 from coec.config import Described, described, shown
 from coec.config.recipe import PRESETS, CoecOptions, Recipe, RidgeOptions
@@ -60,7 +61,10 @@ def settings() -> str:
 
 
 def _row(field: Described) -> str:
-    kinds = [_WORDS.get(kind, "anything") for kind in field.kinds]
+    kinds = [
+        "function" if get_origin(kind) is Callable else _WORDS.get(kind, "anything")
+        for kind in field.kinds
+    ]
     values = ", ".join(dict.fromkeys([*kinds, *(f"`{name}`" for name in field.names)]))
     return f"| `{field.name}` | {values} | {field.default} | {field.help} |"
 

@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.checkpoint.report import calibration_digest
+from coec.config import listing
 from coec.config.evaluation import TextEvaluation
 from coec.devices import choose_device, choose_forward_dtype
 from coec.errors import ModelError, NumericalError, OptionError, first_line
-from coec.events import Progress
+from coec.events import Progress, showing
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import find_model
@@ -109,13 +110,14 @@ class Perplexity:
         return asdict(self)
 
 
+@listing(TextEvaluation)
 def perplexity(
     model: _Model,
     text: str | Path | Iterable[Any] = "wikitext2",
     *,
     baseline: str | Path | Dense | None = None,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Perplexity:
     """Measure the token perplexity on non-overlapping windows of one text, without the tail.
@@ -133,15 +135,28 @@ def perplexity(
         baseline: the dense model, for the ratio, the KL divergence and the agreement; `coec` builds
             it, also if `via` is transformers.
         trust_remote_code: let the model's tokenizer run its own Python code.
-        progress: called with (phase, done, total).
+        progress: as in `prune`.
         settings: fields of `TextEvaluation`; C4's validation split takes the place of test, and
             `via="transformers"` leaves a model in the dtype in which it is stored.
 
     Raises:
         CoecError: with one line that says what to change.
     """
-    began = time.perf_counter()
-    rules = TextEvaluation(**settings)
+    rules, began = TextEvaluation(**settings), time.perf_counter()
+    with showing(progress) as shown:
+        result = _perplexity(model, text, baseline, rules, trust_remote_code, shown)
+    return replace(result, seconds=time.perf_counter() - began)
+
+
+def _perplexity(
+    model: _Model,
+    text: Any,
+    baseline: str | Path | Dense | None,
+    rules: TextEvaluation,
+    trust_remote_code: bool,
+    progress: Progress | None,
+) -> Perplexity:
+    """Return the measurement; its seconds are still 0."""
     device = model.device if isinstance(model, PreTrainedModel) else choose_device(rules.device)
     measured = opened(model, rules, device, trust_remote_code=trust_remote_code)
     dense = None if baseline is None else Dense.open(baseline)
@@ -177,8 +192,7 @@ def perplexity(
             windows = begun
     prediction = _predict(network, base, windows.ids, progress)
     calibrated = calibration_digest(measured.folder)
-    result = _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
-    return replace(result, seconds=time.perf_counter() - began)
+    return _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
 
 
 def _check_baseline(model: Dense | Loaded, dense: Dense, trust_remote_code: bool) -> None:

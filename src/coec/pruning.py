@@ -11,9 +11,10 @@ from coec.checkpoint.checkpoint import Checkpoint
 from coec.checkpoint.folder import check_output, path_of
 from coec.checkpoint.journal import unfinished
 from coec.checkpoint.report import Report
+from coec.config import listing
 from coec.config.recipe import Recipe
 from coec.devices import versions
-from coec.events import Progress
+from coec.events import Progress, showing
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.planning.kept import is_foreign
@@ -42,13 +43,14 @@ def plan(model: str | Path | Description, **settings: Any) -> Plan:
     return Plan.of(Description.read(model), recipe)
 
 
+@listing(Recipe)
 def prune(
     model: str | Path | Dense,
     out: str | Path,
     *,
     force: bool = False,
     restart: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Report:
     """Prune a dense causal language model and write a smaller dense checkpoint.
@@ -62,7 +64,8 @@ def prune(
         out: the folder to make.
         force: replace an existing model in `out`.
         restart: begin anew if an unfinished run into `out` was asked for something else.
-        progress: called with (phase, done, total).
+        progress: called with (phase, done, total); None for bars in a terminal or notebook, False
+            for nothing.
         settings: fields of `Recipe`, and options of the compensation
             (`sparsity=0.3, compensation="coec", alpha=0.8`).
 
@@ -77,7 +80,7 @@ def prune(
         >>> report.plan["parameters"]
     """
     recipe, out, began = Recipe(**settings), path_of(out), time.perf_counter()
-    with parallel.begun():
+    with parallel.begun(), showing(progress, first=parallel.is_first()) as progress:
         dense = Dense.open(model)
         parallel.agree({"model": dense.fingerprint, **versions()})
         parallel.lead(check_output, out, dense.folder, force or unfinished(out))

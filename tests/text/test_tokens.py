@@ -151,7 +151,7 @@ def test_a_parquet_column_that_is_not_there_lists_those_that_are(tokenizer, tmp_
 
 def test_wikitext_without_datasets_says_what_to_install_or_give(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(CalibrationError, match=r"pip install 'coec\[data\]'.*calibration=self"):
+    with pytest.raises(CalibrationError, match=r"pip install datasets.*calibration=self"):
         read("wikitext2", tokenizer)
 
 

@@ -13,7 +13,7 @@ from coec.config.recipe import Recipe
 from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
 from coec.models.files import JsonDict
-from coec.models.layout import split_over
+from coec.models.layout import in_words, split_over
 from coec.planning.kept import KEPT
 from coec.version import __version__
 
@@ -80,7 +80,7 @@ def card(report: Report) -> str:
     if sizes := plan.get("tensor_parallel"):
         loaders += f"\n- tensor parallel: {split_over(sizes)}"
     widths = "\n".join(
-        f"| {_of_what(width)} | {counted(w['before'])} | {counted(w['after'])} |"
+        f"| {_of_what(width)} | {in_words(w['before'])} | {in_words(w['after'])} |"
         for width, w in plan["widths"].items()
     )
     return f"""---
@@ -93,7 +93,7 @@ tags: [coec, pruned]
 # {name}, {1 - after / before:.1%} of parameters removed
 
 Made from `{name}` by coec {__version__}: training-free
-structured pruning of MLP channels and {_units(report.recipe)}{_depth(plan)}.
+structured pruning of {_units(plan)}.
 {notes}
 ```python
 from transformers import AutoModelFor{kind}, {reader}
@@ -276,22 +276,22 @@ def _flag(name: str, value: Any) -> str:
     return f"--{flag} {shlex.quote(str(value))}"
 
 
-def _depth(plan: Mapping[str, Any]) -> str:
-    """Return how many whole blocks are left out, in words; "" for none."""
-    dropped = plan.get("dropped_blocks")
-    return f", and of {len(dropped)} of {plan['layers']} blocks" if dropped else ""
-
-
-def _units(recipe: Mapping[str, Any]) -> str:
-    """Return what attention loses, in words."""
-    return "query heads" if recipe.get("attention_units") == "heads" else "KV groups"
+def _units(plan: Mapping[str, Any]) -> str:
+    """Return the units of which some were removed, in words."""
+    changed = {name for name, width in plan["widths"].items() if width["before"] != width["after"]}
+    names = {
+        "MLP channels": changed & {"mlp", "shared"},
+        "channels of experts": changed & {"experts"},
+        "experts": changed & {"whole_experts"},
+        "KV groups": changed & {"kv_groups"},
+        "query heads": changed & {"query_heads"} if "kv_groups" not in changed else (),
+    }
+    found = [name for name, widths in names.items() if widths]
+    if dropped := plan.get("dropped_blocks"):
+        found.append(f"{len(dropped)} of {plan['layers']} blocks")
+    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
 def _of_what(width: str) -> str:
     """Return the name of the units that a width counts."""
     return "channels per expert" if width == "experts" else f"{width.replace('_', ' ')} per block"
-
-
-def counted(width: int | list[int]) -> str:
-    """Return units per block in words: a number, or least and most where blocks differ."""
-    return f"{width:,}" if isinstance(width, int) else f"{min(width):,} to {max(width):,}"

@@ -1,6 +1,5 @@
 """Report of a pruning run, written as coec.json."""
 
-import html
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from statistics import fmean
 from typing import Any, get_origin, get_type_hints
 
 from coec.errors import ModelError
+from coec.events import as_html
 from coec.models.files import JsonDict, parse_json, write_json
 from coec.models.folder import REPORT
 from coec.text.sources import mixture
@@ -61,11 +61,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the summary as a table, for notebooks."""
-        rows = "".join(
-            f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>"
-            for name, value in self._summary()
-        )
-        return f"<table>{rows}</table>"
+        return as_html(self._summary())
 
     def _summary(self) -> list[tuple[str, str]]:
         """Return names and values of what matters most."""

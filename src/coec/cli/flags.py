@@ -10,7 +10,7 @@ import runpy
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_origin
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_origin
 
 import typer
 
@@ -64,7 +64,7 @@ class Flag(NamedTuple):
         if self.functions:
             metavar, parser = "NAME|FILE.py:NAME", self._function_or_name
         elif only_names:
-            metavar = "NAME"
+            metavar, parser = "NAME", self._name
         elif self.names:
             parser = self._number_or_name
         option = typer.Option(
@@ -73,12 +73,17 @@ class Flag(NamedTuple):
             parser=parser,
             is_eager=self.callback is not None, callback=self.callback,
         )  # fmt: skip
-        kind: Any = Literal[self.names] if only_names else self.type
-        annotation: Any = Annotated[bool if is_switch else kind | None, option]
+        annotation: Any = Annotated[bool if is_switch else self.type | None, option]
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=False if is_switch else None,
             annotation=annotation,
         )  # fmt: skip
+
+    def _name(self, value: str) -> str:
+        if value not in self.names:
+            hint = did_you_mean(value, self.names)
+            raise typer.BadParameter(f"'{value}' is not one of {', '.join(self.names)}{hint}")
+        return value
 
     def _number_or_name(self, value: str) -> Any:
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from coec.cli.common import notes
 from coec.cli.signals import interruptible
-from coec.events import RESUMING, Progress, duration
+from coec.events import RESUMING, Progress, bars, duration
 
 _HALF_MINUTE = 30.0
 """Seconds between two lines; lines of finished blocks and cells are printed at once."""
@@ -23,7 +23,7 @@ def showing_progress(quiet: bool = False) -> Iterator[Progress]:
     """
     interruptible()
     # Bars on a terminal, lines in a log, nothing if quiet
-    display: AbstractContextManager[Progress] = _bars()
+    display: AbstractContextManager[Progress] = bars(notes)
     if quiet:
         display = nullcontext(lambda phase, count, total: None)
     elif not notes.is_terminal:
@@ -38,34 +38,6 @@ def showing_progress(quiet: bool = False) -> Iterator[Progress]:
             notes.print(f"resuming: {count:,} of {total:,} {items} are done")
 
         yield advance
-
-
-@contextmanager
-def _bars() -> Iterator[Progress]:
-    from rich import progress
-
-    bar = progress.Progress(
-        progress.TextColumn("{task.description:<16}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-        console=notes,
-    )
-    tasks: dict[str, progress.TaskID] = {}
-
-    def advance(phase: str, count: int, total: int) -> None:
-        bar.start()  # only now: an error in the checks leaves no empty line
-        if phase not in tasks:
-            tasks[phase] = bar.add_task(phase, total=total)
-        bar.update(tasks[phase], completed=count, total=total)
-
-    try:
-        yield advance
-    finally:
-        if tasks:
-            bar.stop()
 
 
 @dataclass

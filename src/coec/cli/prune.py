@@ -161,7 +161,7 @@ def _show_plan(plan: "Plan", model: str, out: str | None, flags: Mapping[str, An
 
 def _sizes(plan: "Plan") -> Iterator["RenderableType"]:
     """Yield sizes, notes, the format and who loads it."""
-    from coec.models.layout import split_over
+    from coec.models.layout import in_words, split_over
 
     record = plan.record()
     if plan.dropped:
@@ -169,7 +169,7 @@ def _sizes(plan: "Plan") -> Iterator["RenderableType"]:
         yield f"blocks: {layers} → {layers - len(plan.dropped)}"
     rows = [
         (f"{name.replace('_', ' ')} × {plan.dense.layers} blocks",
-         _counted(width["before"]), _counted(width["after"]))
+         in_words(width["before"]), in_words(width["after"]))
         for name, width in record["widths"].items()
     ]  # fmt: skip
     before, after = plan.parameters_before, plan.parameters_after
@@ -188,16 +188,22 @@ def _sizes(plan: "Plan") -> Iterator["RenderableType"]:
 
 
 def _lines(report: "Report") -> Iterator[str]:
-    """Yield sizes, errors by kind of site, training, format and who loads it, time."""
-    from coec.models.layout import split_over
+    """Yield the result, sizes, errors by kind of site, training, format and loaders, time."""
+    from coec.models.layout import in_words, split_over
 
     plan, widths = report.plan, report.plan["widths"]
     before, after = plan["parameters"]["before"], plan["parameters"]["after"]
+    if facts := report.reconstruction:
+        pruned, dense, kl = (facts[name] or math.inf for name in ("perplexity", "dense", "kl"))
+        yield (
+            f"perplexity {pruned:.4g} (dense {dense:.4g}, × {pruned / dense:.3g}), KL {kl:.3f}, on "
+            f"{facts['count']} validation windows of the calibration text"
+        )
     yield f"wrote {common.named(report.out)}"
     yield f"parameters       {before:,} → {after:,} ({after / before:.1%})"
     for name, label in _WIDTHS.items():
         if width := widths.get(name):
-            yield f"{label:<16} {_counted(width['before'])} → {_counted(width['after'])}"
+            yield f"{label:<16} {in_words(width['before'])} → {in_words(width['after'])}"
     if dropped := plan["dropped_blocks"]:
         yield f"{'blocks':<16} without {', '.join(map(str, dropped))}"
     yield from plan["notes"]
@@ -209,9 +215,6 @@ def _lines(report: "Report") -> Iterator[str]:
             before = sum(block["errors"][0] for block in trained) / len(trained)
             after = sum(block["errors"][block["taken"]] for block in trained) / len(trained)
             yield f"{label:<16} {before:.4f} → {after:.4f} (on {report.measured_on} windows)"
-    if facts := report.reconstruction:
-        pruned, dense = (facts[model] or math.inf for model in ("perplexity", "dense"))
-        yield f"{'predicts':<16} perplexity {pruned:.2f} (dense {dense:.2f}) on validation windows"
     if plan["relabelled"]:
         yield f"stored as        {plan['output_model_type']} ({plan['relabelled']})"
     if plan.get("code"):
@@ -235,11 +238,6 @@ def _next(report: "Report") -> Iterator[str]:
     if "," not in text and text != "self":  # docs/lab/RESULTS.md: the text decides more
         both = shlex.quote(f"{text},OTHER.txt")
         yield f"to preserve other kinds of text as well: --calibration {both}"
-
-
-def _counted(width: int | list[int]) -> str:
-    """Return units per block in words: a number, or least and most if blocks differ."""
-    return f"{width:,}" if isinstance(width, int) else f"{min(width):,} to {max(width):,}"
 
 
 def _gigabytes(size: int) -> str:

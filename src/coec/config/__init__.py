@@ -8,16 +8,29 @@ The docstring under a field is its help. The order of the fields is the order of
 """
 
 import functools
+import inspect
 import re
+import textwrap
 import types
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Mapping
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coec.errors import OptionError, did_you_mean
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _BITS = 64
 """Bits of the largest whole number; generators of random numbers take no larger seed."""
 
@@ -35,11 +48,18 @@ def setting(default: Any, *, heading: str = "", otherwise: str = "", **limits: A
     return Field(default, json_schema_extra={"heading": heading, "otherwise": otherwise}, **limits)
 
 
+_RAISED = "Value error, "
+"""What pydantic puts before the message of a validator."""
+
+
 class Settings(BaseModel):
     """Settings that are checked when the object is made, and never change.
 
     Numbers may be numpy's or torch's, also arrays without dimensions. `model_fields_set` holds the
     names that the caller gave, without those that a validator of the class fills in.
+
+    Attributes:
+        presets: sets of other defaults by name, the usual one first, for help and documents.
 
     Raises:
         OptionError: an unknown setting, or a value that is not allowed.
@@ -49,6 +69,8 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, str_min_length=1,
         use_attribute_docstrings=True, arbitrary_types_allowed=True,
     )  # fmt: skip
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __init__(self, **settings: Any) -> None:
         values = {name: plain(value) for name, value in settings.items()}
@@ -110,10 +132,28 @@ def described(cls: type[Settings]) -> tuple[Described, ...]:
         members = _members(hints[name])
         names = tuple(member for member in members if isinstance(member, str))
         kinds = tuple(member for member in members if not isinstance(member, str))
-        default = extra.get("otherwise") or shown(field.default)
+        default = extra.get("otherwise") or _by_preset(cls, name, field.default)
         text = " ".join((field.description or "").split())
         rows.append(Described(name, names, kinds, default, text, heading))
     return tuple(rows)
+
+
+def listing(cls: type[Settings]) -> Callable[[_Function], _Function]:
+    """Add the settings of a class to the docstring of a function that takes them by keyword."""
+
+    def decorate(function: _Function) -> _Function:
+        rows = [
+            textwrap.fill(
+                f"{field.name}: {field.text}", 100, initial_indent=4 * " ",
+                subsequent_indent=8 * " ", break_on_hyphens=False,
+            )
+            for field in described(cls)
+        ]  # fmt: skip
+        own = inspect.getdoc(function) or ""
+        function.__doc__ = "\n".join([own, "", "Settings:", *rows])
+        return function
+
+    return decorate
 
 
 def plain(value: Any) -> Any:
@@ -126,6 +166,15 @@ def plain(value: Any) -> Any:
 def shown(value: Any) -> str:
     """Return a value as help and documents write it."""
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _by_preset(cls: type[Settings], name: str, default: Any) -> str:
+    """Return a default in words: that of the usual preset, and those of presets that differ."""
+    groups: dict[str, list[str]] = {}
+    for preset, defaults in cls.presets.items():
+        groups.setdefault(shown(defaults.get(name, default)), []).append(preset)
+    usual, *others = groups.items() or [(shown(default), [])]
+    return "; ".join([usual[0], *(f"{value} in {' and '.join(who)}" for value, who in others)])
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -142,7 +191,7 @@ def _one_line(error: ValidationError, names: Iterable[str]) -> str:
     errors = error.errors(include_url=False, include_context=False)
     place = errors[0]["loc"]
     if not place:
-        return errors[0]["msg"].removeprefix("Value error, ")
+        return errors[0]["msg"].removeprefix(_RAISED)
     name = str(place[0])
     if errors[0]["type"] == "extra_forbidden":
         return f"unknown setting '{name}'{did_you_mean(name, names)}"
@@ -150,7 +199,7 @@ def _one_line(error: ValidationError, names: Iterable[str]) -> str:
         return f"{name} must be given"
     # A union has an error for each of its members.
     wanted = [
-        re.sub(r"^(Value error, |\w+ should )", "", item["msg"])
+        re.sub(rf"^({_RAISED}|\w+ should )", "", item["msg"])
         for item in errors if item["loc"][:1] == place[:1]
     ]  # fmt: skip
     must = " or ".join(dict.fromkeys(wanted)).replace(" or be ", " or ")

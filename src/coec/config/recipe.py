@@ -37,6 +37,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """What every preset is for, and the defaults by which it differs from the settings' own."""
+_DEFAULTS = {name: defaults for name, (_, defaults) in reversed(PRESETS.items())}
+"""Defaults by preset, those of DEFAULT_PRESET first."""
 
 
 class Recipe(Settings):
@@ -49,10 +51,13 @@ class Recipe(Settings):
         OptionError: an unknown setting, a bad value, or settings that do not go together.
     """
 
+    presets = _DEFAULTS
+
     # What to remove
     sparsity: float = setting(0.3, gt=0, lt=1, heading="What to remove")
     """Fraction of the units that is removed: MLP channels, those of every expert, and in `paper`
-    units of attention."""
+    units of attention. 0.3 of the channels is 17 to 20 % of the parameters of most models; for a
+    share of the parameters give a budget."""
     attention_sparsity: float | None = setting(
         None, ge=0, lt=1, otherwise="0; in paper and by_block as sparsity"
     )
@@ -68,7 +73,7 @@ class Recipe(Settings):
     """Number of whole blocks that are removed too, each time the block without which predictions
     change least. The first and the last block are kept."""
     budget: str | None = setting(None, otherwise="what sparsity leaves")
-    """What the pruned model may take, in place of sparsity: a share of the parameters (0.8), their
+    """What the pruned model may take, instead of a sparsity: a share of the parameters (0.8), their
     number (5600000000), or the memory of a server (16GB, 14.5GiB) for the weights as written and
     the keys and values of `context` tokens. Attention is kept if the budget can be met so."""
     context: int = setting(8192, ge=1)
@@ -77,7 +82,7 @@ class Recipe(Settings):
     """Let widths differ by block: units are kept where a parameter lowers the error of the
     predictions most. Takes a second dense pass. A page of code is written with the weights, and
     loaders need trust_remote_code."""
-    multiple_of: str = setting("1", pattern=r"^(auto|[1-9][0-9]{0,5})$")
+    multiple_of: str = setting("1")
     """Kept MLP channels are rounded up to a multiple of this; `auto` takes the largest of 256, 128,
     64 and 32 that adds at most 3 % of them."""
     tensor_parallel: int = setting(1, ge=1, le=16)
@@ -157,11 +162,20 @@ class Recipe(Settings):
             return value
         return str(int(value) if value >= 1 and value % 1 == 0 else value)
 
+    @field_validator("multiple_of")
+    @classmethod
+    def _is_multiple(cls, multiple: str) -> str:
+        if not re.fullmatch(r"auto|[1-9][0-9]{0,5}", multiple):
+            raise ValueError("be auto or a whole number such as 64")
+        return multiple
+
     @field_validator("budget")
     @classmethod
     def _is_budget(cls, budget: str | None) -> str | None:
         if budget is not None and not memory_size(budget) and not parameter_count(budget):
-            raise ValueError("a share such as 0.8, a number of parameters, or a size such as 16GB")
+            raise ValueError(
+                "be a share such as 0.8, a number of parameters, or a size like 16GB"
+            )
         return budget
 
     @property
@@ -320,7 +334,9 @@ class CoecOptions(Options):
 class RidgeOptions(Options):
     """Options of the ridge regressions (docs/METHODS.md §4)."""
 
-    ridge: NonNegativeFloat | Literal["auto"] = 1e-2
+    ridge: NonNegativeFloat | Literal["auto"] = setting(
+        1e-2, otherwise="auto in fast, 1 in balanced, else 0.01"
+    )
     """λ relative to the mean diagonal of Gxx, at least 0; `auto` penalises every channel by its own
     energy, the less the more tokens there are."""
 

@@ -16,7 +16,7 @@ from coec.checkpoint.folder import (
     resolved,
 )
 from coec.errors import OptionError, OutputError, check_installed
-from coec.events import Progress, recording
+from coec.events import Progress, recording, showing
 from coec.exporting import GGUF_DTYPES
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
@@ -65,7 +65,7 @@ def export(
     context: int | None = None,
     no_tokenizer: bool = False,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> Export:
     """Write a model, pruned or not, as a GGUF file; one tensor at a time is in memory.
 
@@ -77,6 +77,7 @@ def export(
         context: tokens that the file says the model takes; None for what its configuration says.
         no_tokenizer: leaves the tokenizer out: the file then takes and gives token ids alone.
         force: replaces a GGUF file that is there.
+        progress: as in `prune`.
 
     Raises:
         CoecError: with one line that says what to change; nothing is written then.
@@ -89,7 +90,7 @@ def export(
     path = path_of(out)
     if path.suffix != _SUFFIX:
         raise OutputError(f"the output must be a file whose name ends in {_SUFFIX}, got '{out}'")
-    check_installed("writing GGUF files", "'coec[gguf]'", "gguf")
+    check_installed("writing GGUF files", "gguf", "gguf")
     clear_remains(resolved(path))
     check_file(path, _MAGIC, force)
     # These modules need the package, so they are imported only now.
@@ -99,8 +100,8 @@ def export(
         # Plan, with every refusal → space → file, which appears whole or not at all
         plan = ExportPlan.of(Dense.open(model), dtype, context, with_tokenizer=not no_tokenizer)
         check_space(path, plan.size)
-        with appearing(path, _MAGIC, force) as partial:
-            write(plan, partial, progress)
+        with appearing(path, _MAGIC, force) as partial, showing(progress) as shown:
+            write(plan, partial, shown)
     vocabulary = plan.tokenizer.vocabulary if plan.tokenizer else None
     return Export(
         path=str(path),

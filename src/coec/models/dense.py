@@ -116,9 +116,9 @@ class Dense(Description):
                 f"{HEAD} is kept apart from the embedding: config.json says that they are one, "
                 "the weights differ"
             )
-        whole = {name: (around.stored(name) if around else name) for name in described.shapes}
-        named = [(headers[n].stored, stored) for n, stored in whole.items() if n in headers]
-        if wrapped := [name for name, stored in named if name != stored]:
+        stored_as = around.stored if around else str
+        present = [name for name in described.shapes if name in headers]
+        if wrapped := [s for n in present if (s := headers[n].stored) != stored_as(n)]:
             notes.append(
                 f"the names of {len(wrapped)} tensors have what a wrapper puts before them "
                 f"({wrapped[0]}): it is taken off"

@@ -185,6 +185,11 @@ class Shape:
         return sizes | ({"moe_intermediate_size": self.expert_ffn} if self.expert_ffn else {})
 
 
+def in_words(width: int | Sequence[int]) -> str:
+    """Return units per block in words: a number, or least and most if blocks differ."""
+    return f"{width:,}" if isinstance(width, int) else f"{min(width):,} to {max(width):,}"
+
+
 def split_over(sizes: Mapping[str, Sequence[int]]) -> str:
     """Return in words over how many GPUs servers can split a model, as `Plan.record` has them."""
     plain, narrow = (", ".join(map(str, sizes[key])) for key in ("gpus", "gpus_int4"))

@@ -13,14 +13,16 @@ from coec.devices import (
     choose_device,
     choose_forward_dtype,
     choose_solve_dtype,
+    dtype_name,
     stored_dtype,
 )
 from coec.errors import OptionError
+from coec.events import as_html
 from coec.methods import Method
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format, renumbered
-from coec.models.layout import QUANTISED_COLUMNS, BlockLayout, Shape, Site
+from coec.models.layout import QUANTISED_COLUMNS, BlockLayout, Shape, Site, in_words
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.by_importance import Importances, by_importance
 from coec.planning.checks import check_model, notes_of
@@ -34,7 +36,7 @@ _HEADS = {"kv_groups": "kv_heads", "query_heads": "heads"}
 """What records call sizes that pruning changes, and the fields of a shape that hold them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Plan of one pruning run.
 
@@ -389,6 +391,33 @@ class Plan:
         )  # fmt: skip
         notes = notes_of(self.model, self.recipe, self.kept, self.shares, self.widths, self.tokens)
         return (*self.remarks, *undecided, *notes)
+
+    def __repr__(self) -> str:
+        rows = self._summary()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a table, for notebooks."""
+        return as_html(self._summary())
+
+    def _summary(self) -> list[tuple[str, str]]:
+        """Return names and values of what matters most, ten at most."""
+        record, before, after = self.record(), self.parameters_before, self.parameters_after
+        widths = [
+            (name.replace("_", " "), f"{in_words(width['before'])} → {in_words(width['after'])}")
+            for name, width in record["widths"].items()
+        ]
+        good = [loader for loader, finding in self.output.loads_in.items() if finding == "yes"]
+        return [
+            ("parameters", f"{before:,} → {after:,} ({after / before:.1%})"),
+            ("blocks", f"{self.dense.layers} → {self.dense.layers - len(self.dropped)}"),
+            *widths,
+            ("stored as", self.output.model_type),
+            ("loads in", ", ".join(good)),
+            ("computed on", f"{self.device}, in {dtype_name(self.forward)}"),
+            ("calibration", f"{self.recipe.samples} × {self.seq_len} tokens"),
+        ]
 
     def record(self) -> dict[str, Any]:
         """Account that `--dry-run --json` prints and the report keeps."""

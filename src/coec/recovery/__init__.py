@@ -16,11 +16,12 @@ from coec.checkpoint.card import write_card
 from coec.checkpoint.folder import STATES, check_output, path_of, resolved
 from coec.checkpoint.journal import Journal, journal, unfinished
 from coec.checkpoint.report import Report
+from coec.config import listing
 from coec.config.recipe import Recipe
-from coec.config.recovery import PassDtypeName
+from coec.config.recovery import PassDtypeName, Recovery
 from coec.devices import computed_by
 from coec.errors import OptionError
-from coec.events import Progress
+from coec.events import Progress, showing
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_digest
@@ -30,6 +31,7 @@ from coec.recovery.job import Job, check_alone, check_text, identity_of, recover
 from coec.recovery.plan import check_plan
 
 
+@listing(Recovery)
 def recover(
     dense: str | Path | Dense,
     pruned: str | Path | Dense,
@@ -38,7 +40,7 @@ def recover(
     force: bool = False,
     restart: bool = False,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Report:
     """Train a pruned model to predict as its dense model does, and write the best state.
@@ -55,7 +57,8 @@ def recover(
         force: replace an existing model in `out`.
         restart: discard an unfinished run into `out`.
         trust_remote_code: let the tokenizer run its own Python code.
-        progress: called with (phase, done, total).
+        progress: called with (phase, done, total); None for bars in a terminal or notebook, False
+            for nothing.
         settings: fields of `Recovery`: `text`, `tokens` or `minutes`, `lora`, …
 
     Returns:
@@ -88,7 +91,7 @@ def prune_and_recover(
     *,
     force: bool = False,
     restart: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Report:
     """Prune a model, and train the result on the calibration text, into `out`.
@@ -150,7 +153,7 @@ def settings_like(recipe: Recipe, tokens: int | str) -> JsonDict:
     }  # fmt: skip
 
 
-def _recovered(job: Job, pieces: Journal | None, progress: Progress | None) -> Report:
+def _recovered(job: Job, pieces: Journal | None, progress: Progress | bool | None) -> Report:
     """Train, and put the result in place."""
     from coec.recovery.session import Session, agree  # needs accelerate
 
@@ -158,8 +161,8 @@ def _recovered(job: Job, pieces: Journal | None, progress: Progress | None) -> R
     if agree(pieces is not None and pieces.finished):
         return replace(Report.read(job.out), model=job.dense.name)
     # The Trainer seeds the global generator: the caller's is left as it was.
-    with torch.random.fork_rng():
-        account = Session(job, pieces, progress).train()
+    with torch.random.fork_rng(), showing(progress, first=parallel.is_first()) as shown:
+        account = Session(job, pieces, shown).train()
     report = replace(
         job.report, model=job.dense.name, out=str(job.out),
         recoveries=[*job.report.recoveries, account],

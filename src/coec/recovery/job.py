@@ -174,7 +174,7 @@ def recovery_of(settings: Mapping[str, Any]) -> Recovery:
     """Check the settings of a recovery, and that the packages which it needs are installed."""
     recovery = Recovery(**settings)
     needed = {"peft": recovery.lora is not None, "torchao": recovery.optimizer == "adamw-8bit"}
-    check_installed("training", "'coec[recover]'", "accelerate")
+    check_installed("training", "accelerate", "accelerate")
     for package in (package for package, is_needed in needed.items() if is_needed):
         check_installed("training", package, package)
     return recovery.model_copy(update={"text": source_of(recovery.text, recovery.text_column)})

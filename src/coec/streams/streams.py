@@ -322,7 +322,10 @@ class Streams:
 
         sums = parallel.lead(lambda total: total, parallel.sum_to(0, map(part, self._validation)))
         dense = math.exp(sums.baseline_cross_entropy)
-        return {"windows": "held out", "dense": dense, **sums.record()}
+        return {
+            "windows": "held out", "count": self._plan.validation_count, "dense": dense,
+            **sums.record(),
+        }  # fmt: skip
 
     def pruned_function(self, block: BlockLayout) -> Callable[[Mapping[str, Tensor], State], State]:
         """Return a block of the pruned model as a function of its tensors and a hidden state."""

@@ -208,7 +208,7 @@ def _jsonl_column(path: Path, column: str, chat: Rendered | None) -> Iterator[st
 
 
 def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
-    check_installed("reading parquet", "'coec[data]'", "pyarrow.parquet", kind=CalibrationError)
+    check_installed("reading parquet", "pyarrow", "pyarrow.parquet", kind=CalibrationError)
     from pyarrow import parquet
 
     try:
@@ -254,7 +254,7 @@ def _read_named(source: str, split: Split, column: str, limit: int, chat: Render
         from datasets import load_dataset
     except ImportError as error:
         raise CalibrationError(
-            offline.format("the 'datasets' package is missing: pip install 'coec[data]'")
+            offline.format("the 'datasets' package is missing: pip install datasets")
         ) from error
     try:
         if source == "wikitext2":

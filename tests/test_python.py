@@ -1,0 +1,57 @@
+"""The package as a notebook shows it: bars, tables, help."""
+
+import io
+import pydoc
+import sys
+
+import pytest
+
+import coec
+
+SETTINGS = {"preset": "fast", "sparsity": 0.3, "samples": 4, "seq_len": 16}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("progress", [None, False, True])
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_terminal_shows_a_bar_by_itself(progress, stream, dense, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream())
+    coec.prune(dense, tmp_path / "out", calibration=text, progress=progress, **SETTINGS)
+    shown = "solving" in sys.stderr.getvalue()
+    assert shown == (progress or (progress is None and stream is Terminal))
+
+
+def test_a_callback_takes_the_place_of_the_bar(dense, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    seen = []
+    coec.prune(dense, tmp_path / "out", calibration=text, progress=lambda *step: seen.append(step),
+               **SETTINGS)  # fmt: skip
+    assert seen
+    assert sys.stderr.getvalue() == ""
+
+
+def test_a_plan_is_a_table_of_ten_lines_at_most(dense):
+    plan = coec.plan(dense, **SETTINGS)
+    lines = repr(plan).splitlines()
+    assert 5 < len(lines) <= 10
+    assert lines[0].split()[:4] == [
+        "parameters", f"{plan.parameters_before:,}", "→", f"{plan.parameters_after:,}",
+    ]  # fmt: skip
+    assert plan._repr_html_().count("<tr>") == len(lines)
+
+
+@pytest.mark.parametrize("name", ["prune", "recover", "perplexity"])
+def test_help_lists_the_settings(name):
+    text = pydoc.render_doc(getattr(coec, name))
+    wanted = {"prune": "    multiple_of: Kept MLP channels", "recover": "    lora: ",
+              "perplexity": "    seq_len: "}  # fmt: skip
+    assert wanted[name] in text
+    assert "Args:" in text
+
+
+def test_help_names_the_default_of_every_preset():
+    assert "obs; rcpu in paper" in coec.prune.__doc__
