@@ -1,5 +1,6 @@
 """Whole experts that go: against plain transformers, and what every command makes of it."""
 
+import copy
 import functools
 import json
 
@@ -22,7 +23,10 @@ from prunings import interrupt
 pytestmark = pytest.mark.unchecked  # whole models
 
 EXPERTS = [n for n, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
-VARIANTS = [n for n in EXPERTS if not ARCHITECTURES[tm.VARIANTS[n]["model_type"]].experts_kept]
+GROUPED = [n for n in EXPERTS if "n_group" in tm.VARIANTS[n]]
+"""Families whose router corrects its scores, and may choose among groups of experts."""
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+TWO_GROUPS = {"n_group": 2, "topk_group": 1, "n_routed_experts": 8}
 TEXT = {
     "preset": "paper", "samples": 24, "seq_len": 32, "forward_dtype": "float64",
     "compensation": "ridge-to-slice",
@@ -35,7 +39,20 @@ WHOLE = {"expert_sparsity": 0.25, "sparsity": 1e-6, "attention_sparsity": 0}
 def models(tmp_path_factory):
     """Every variant with experts on disk, by its name."""
     root = tmp_path_factory.mktemp("dense")
-    return {name: tm.save(tm.tiny(name), root / name) for name in VARIANTS}
+    grouped = dict.fromkeys(GROUPED, ONE_GROUP)
+    return {
+        name: tm.save(corrected(name, **grouped.get(name, {})), root / name) for name in EXPERTS
+    }
+
+
+def corrected(variant, **changes):
+    """Make a tiny model; a router's corrections are of the size of its scores."""
+    model = tm.tiny(variant, **changes)
+    generator = torch.Generator().manual_seed(1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+    return model
 
 
 @pytest.fixture
@@ -55,6 +72,10 @@ def experts_of(report):
 
 def weights_of(gate, hidden, gone=()):
     """What a router says of tokens, as transformers computes it: weight of every expert, 0 or p."""
+    if hasattr(gate, "e_score_correction_bias"):
+        gate = copy.deepcopy(gate)
+        gate.e_score_correction_bias[list(gone)] = -torch.inf
+        return type(gate).forward(gate, hidden)
     logits = hidden @ gate.weight.T
     logits[:, list(gone)] = -torch.inf
     values, chosen = logits.float().softmax(dim=-1).topk(gate.top_k, dim=-1)
@@ -81,7 +102,7 @@ def outputs_of(experts, number, hidden):
 
 
 @pytest.mark.parametrize("windows", [4, 24])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EXPERTS)
 @torch.no_grad()
 def test_the_experts_that_add_least_to_their_tokens_go(variant, windows, models, tmp_path):
     """The score by its formula, from the inputs of plain transformers' blocks."""
@@ -96,7 +117,7 @@ def test_the_experts_that_add_least_to_their_tokens_go(variant, windows, models,
     tm.logits(model, torch.from_numpy(np.load(tokens)).long())
     kept = load_file(tmp_path / "out/coec/kept.safetensors")
     by_block = experts_of(report)
-    assert len(by_block) == (1 if variant == "qwen3_moe mixed" else 2)
+    assert len(by_block) == (1 if variant in ("qwen3_moe mixed", *GROUPED) else 2)
     for block, rows in by_block.items():
         mlp, hidden = model.model.layers[block].mlp, inputs[block]
         _, values, chosen = weights_of(mlp.gate, hidden)
@@ -113,7 +134,7 @@ def test_the_experts_that_add_least_to_their_tokens_go(variant, windows, models,
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EXPERTS)
 def test_what_is_written_is_the_dense_model_whose_router_never_picks_them(
     variant, share, models, tokens, tmp_path
 ):
@@ -132,7 +153,7 @@ def test_what_is_written_is_the_dense_model_whose_router_never_picks_them(
     assert torch.equal(tm.logits(network), tm.logits(loaded))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EXPERTS)
 def test_the_others_are_narrowed_as_if_none_had_gone(variant, models, tokens, tmp_path):
     """On the dense model's statistics; the result is again a masked dense model."""
     both = {"sparsity": 0.3, "expert_sparsity": 0.25, "calibration": tokens}
@@ -158,6 +179,18 @@ def test_the_others_are_narrowed_as_if_none_had_gone(variant, models, tokens, tm
     logits = tm.logits(tm.load(tmp_path / "both"))
     torch.testing.assert_close(logits, tm.logits(masked), rtol=0, atol=1e-10)
     assert report.plan["parameters"]["after"] == pruned.parameters
+
+
+@pytest.mark.parametrize("variant", GROUPED)
+def test_every_group_of_experts_keeps_the_same_number(variant, tokens, tmp_path):
+    model = tm.save(corrected(variant, **TWO_GROUPS), tmp_path / "model")
+    coec.prune(model, tmp_path / "out", **TEXT, **WHOLE | {"expert_sparsity": 0.5},
+               calibration=tokens)  # fmt: skip
+    loaded, kept = tm.load(tmp_path / "out"), load_file(tmp_path / "out/coec/kept.safetensors")
+    assert [(ids < 4).sum() for ids in (kept["layers.1.experts"],)] == [2]
+    masked = silence(tm.load(model), kept)
+    torch.testing.assert_close(tm.logits(loaded), tm.logits(masked), rtol=0, atol=1e-10)
+    assert (loaded.config.n_routed_experts, loaded.config.n_group) == (4, 2)
 
 
 def test_of_less_than_one_expert_none_goes(mixtral, tmp_path):
@@ -207,7 +240,7 @@ def test_an_expert_without_tokens_goes_first(models, tmp_path):
     ("variant", "changes"),
     [
         ("llama", {}), ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
-        *((variant, {}) for variant in sorted({*EXPERTS} - {*VARIANTS})),  # more than its rows
+        *((variant, {"n_routed_experts": 16, "n_group": 8}) for variant in GROUPED),  # of two, one
     ],
 )  # fmt: skip
 def test_a_model_without_experts_that_may_go_keeps_them(variant, changes):
@@ -230,7 +263,7 @@ def test_both_names_of_their_number_are_rewritten():
     assert (written.config["num_experts"], written.config["num_local_experts"]) == (2, 2)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EXPERTS)
 def test_a_budget_counts_the_experts_that_go(variant):
     config = tm.raw_config(variant, moe_intermediate_size=256, intermediate_size=256)
     described = Description.of(config)
@@ -241,6 +274,17 @@ def test_a_budget_counts_the_experts_that_go(variant):
     cut_less = coec.plan(described, budget=0.6)
     channels = (p.record()["widths"]["experts"]["after"] for p in (plan, cut_less))
     assert next(channels) > next(channels)
+
+
+def test_a_plan_has_the_parameters_that_one_token_passes():
+    """Two of four experts of 3 × 20 × 32 per token, in every block of Mixtral's two."""
+    plan = coec.plan(Description.of(tm.raw_config("mixtral", intermediate_size=20)),
+                     preset="paper", sparsity=0.5, attention_sparsity=0)  # fmt: skip
+    idle = 2 * 2 * 3 * 32
+    active = plan.record()["active"]
+    assert active["before"] == plan.parameters_before - 20 * idle
+    assert active["after"] == plan.parameters_after - plan.pruned.ffn * idle
+    assert coec.plan(Description.of(tm.raw_config()), preset="paper").record()["active"] is None
 
 
 def test_an_interrupted_run_goes_on_with_the_same_share_only(mixtral, tmp_path, monkeypatch):

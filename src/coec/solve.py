@@ -240,7 +240,7 @@ def _kept_experts(
         for name, score in zip(names, scores, strict=True)
     }
     with naming(f"the experts of block {block.index}"):
-        return keep_highest(scores, keep), facts
+        return keep_highest(scores, keep, plan.dense.expert_groups), facts
 
 
 def _trained(

@@ -174,6 +174,9 @@ def _sizes(plan: "Plan") -> Iterator["RenderableType"]:
     ]  # fmt: skip
     before, after = plan.parameters_before, plan.parameters_after
     rows.append(("parameters", f"{before:,}", f"{after:,} ({after / before:.1%})"))
+    if active := record["active"]:
+        before, after = active.values()
+        rows.append(("active per token", f"{before:,}", f"{after:,} ({after / before:.1%})"))
     yield common.table(("", "dense", "pruned"), rows)
     yield from plan.notes
     code = f", built by {record['code']}, written with the weights" if record["code"] else ""
@@ -201,6 +204,8 @@ def _lines(report: "Report") -> Iterator[str]:
         )
     yield f"wrote {common.named(report.out)}"
     yield f"parameters       {before:,} → {after:,} ({after / before:.1%})"
+    if active := plan.get("active"):
+        yield f"active per token {active['before']:,} → {active['after']:,}"
     for name, label in _WIDTHS.items():
         if width := widths.get(name):
             yield f"{label:<16} {in_words(width['before'])} → {in_words(width['after'])}"

@@ -173,9 +173,7 @@ class Recipe(Settings):
     @classmethod
     def _is_budget(cls, budget: str | None) -> str | None:
         if budget is not None and not memory_size(budget) and not parameter_count(budget):
-            raise ValueError(
-                "be a share such as 0.8, a number of parameters, or a size like 16GB"
-            )
+            raise ValueError("be a share such as 0.8, a number of parameters, or a size like 16GB")
         return budget
 
     @property

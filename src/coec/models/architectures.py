@@ -116,6 +116,10 @@ class SitePattern:
         return [Rows(tensor, *ends) for ends in zip(starts, [*starts[1:], rows], strict=True)]
 
 
+_CORRECTION = "e_score_correction_bias"
+"""Tensor of a router that is added to its scores where experts are chosen."""
+
+
 @dataclass(frozen=True)
 class ExpertNames:
     """The names of experts in an architecture.
@@ -182,11 +186,12 @@ class BlockPattern:
         )
         return BlockLayout(index, prefix, tuple(sites), self._router(prefix, shapes))
 
-    def _router(self, prefix: str, shapes: Mapping[str, torch.Size]) -> Rows | None:
+    def _router(self, prefix: str, shapes: Mapping[str, torch.Size]) -> tuple[Rows, ...]:
         if self.experts is None:
-            return None
-        name = f"{prefix}{self.experts.stored}.{self.experts.router}.weight"
-        return Rows(name, 0, shapes[name][0]) if name in shapes else None
+            return ()
+        module = f"{prefix}{self.experts.stored}.{self.experts.router}."
+        names = (name for name in (f"{module}weight", f"{module}{_CORRECTION}") if name in shapes)
+        return tuple(Rows(name, 0, shapes[name][0]) for name in names)
 
 
 @dataclass(frozen=True)
@@ -206,7 +211,6 @@ class Architecture:
         rope_keys: keys that its `rope_scaling` must have in transformers 4.57, if that accepts no
             others.
         attention_kept: why attention keeps all its units; empty if it may lose some.
-        experts_kept: why no whole expert may be removed; empty if some may.
         added_constants: keys that a configuration relabelled as this type gets in any case.
     """
 
@@ -221,7 +225,6 @@ class Architecture:
     adds: str = ""
     rope_keys: tuple[str, ...] = ()
     attention_kept: str = ""
-    experts_kept: str = ""
     added_constants: Mapping[str, bool | float] = field(default_factory=dict)
 
     def added(self, shape: Shape) -> JsonDict:

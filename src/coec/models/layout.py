@@ -13,11 +13,13 @@ from coec.types import KeptSet
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Configuration keys with the number of experts in a block; a configuration may have both."""
+_EXPERT_GROUPS = "n_group"
+"""Configuration key of the number of groups of experts."""
 LIMITS = {
     "num_hidden_layers": 512,
     "hidden_size": 2**20,
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 2**22),
-    **dict.fromkeys(EXPERT_COUNTS, 2**14),
+    **dict.fromkeys((*EXPERT_COUNTS, _EXPERT_GROUPS), 2**14),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**14),
     "vocab_size": 2**26,
     "max_position_embeddings": 2**40,
@@ -85,6 +87,7 @@ class Shape:
         by_block: fields of this class with their values for each block, if widths differ by block;
             empty if all blocks are alike.
         experts: number of experts in a block, if there are any; else 0.
+        expert_groups: number of equal groups of experts among which a router chooses first.
     """
 
     layers: int
@@ -96,6 +99,7 @@ class Shape:
     expert_ffn: int = 0
     by_block: tuple[tuple[tuple[str, int], ...], ...] = ()
     experts: int = 0
+    expert_groups: int = 1
 
     @classmethod
     def of(cls, config: JsonDict) -> "Shape":
@@ -130,7 +134,13 @@ class Shape:
         expert_ffn = read_size(config, "moe_intermediate_size") if has_experts else 0
         counts = [read_size(config, key) for key in EXPERT_COUNTS if config.get(key) is not None]
         group, experts = heads // kv_heads, counts[0] if counts else 0
-        return cls(layers, hidden, head_dim, kv_heads, group, ffn, expert_ffn, experts=experts)
+        groups = read_size(config, _EXPERT_GROUPS, 1)
+        if experts % groups:
+            raise ModelError(f"{experts} experts do not divide into {_EXPERT_GROUPS} = {groups}")
+        return cls(
+            layers, hidden, head_dim, kv_heads, group, ffn, expert_ffn, experts=experts,
+            expert_groups=groups,
+        )  # fmt: skip
 
     @property
     def heads(self) -> int:
@@ -298,13 +308,14 @@ class Site:
 class BlockLayout:
     """A block of a model: its place, the prefix of its tensors' names, and its sites.
 
-    Where it has experts, `router` has a row for each of them.
+    If it has experts, every tensor of `router` has a row for each of them: the first its weight,
+    the others corrections of its scores.
     """
 
     index: int
     prefix: str
     sites: tuple[Site, ...]
-    router: Rows | None = None
+    router: tuple[Rows, ...] = ()
 
     @property
     def experts_key(self) -> str:
@@ -337,7 +348,7 @@ class Layout:
     @property
     def experts(self) -> int:
         """Number of experts in every block that has any; 0 where none has."""
-        return next((block.router.stop for block in self.blocks if block.router), 0)
+        return next((block.router[0].stop for block in self.blocks if block.router), 0)
 
     @property
     def kinds(self) -> tuple[Site, ...]:

@@ -68,15 +68,14 @@ def without_experts(
 
     The kept experts are numbered anew, in their order.
     """
-    assert block.router is not None
+    routers = {rows.tensor: rows.of(experts) for rows in block.router}
     # Old number of an expert → its number among the kept experts
     numbers = {old: new for new, old in enumerate(experts.indices.tolist())}
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name)
         if match is None:
-            rows = block.router.of(experts) if name == block.router.tensor else slice(None)
-            out[name] = tensor[rows]
+            out[name] = tensor[routers[name]] if name in routers else tensor
         elif int(match[2]) in numbers:
             out[f"{match[1]}{numbers[int(match[2])]}{match[3]}"] = tensor
     return out

@@ -75,18 +75,28 @@ def _check_heads(model: Description) -> None:
         )
 
 
+_LEAST_OF_GROUP = 2
+"""Experts by which routers rank a group."""
+
+
 def _check_experts(model: Description, sparsity: float) -> None:
     """Raise OptionError if whole experts cannot be removed, or too few would be left."""
     count, name = model.layout.experts, model.architecture.model_type
     if not count:
         raise OptionError(f"expert_sparsity removes whole experts, and {name} has none")
-    if reason := model.architecture.experts_kept:
-        raise OptionError(f"{name} keeps all experts ({reason}): leave expert_sparsity out")
-    chosen, remaining = int(model.config["num_experts_per_tok"]), kept_count(count, sparsity)
-    if remaining < chosen:
+    groups, chosen = model.shape.expert_groups, int(model.config["num_experts_per_tok"])
+    each = kept_count(count // groups, sparsity)
+    reachable = each * (int(model.config["topk_group"]) if groups > 1 else 1)
+    if reachable < chosen:
         raise OptionError(
-            f"expert_sparsity = {sparsity:g} leaves {remaining} of {count} experts, and every "
-            f"token goes to {chosen} (num_experts_per_tok): remove fewer"
+            f"expert_sparsity = {sparsity:g} leaves {each * groups} of {count} experts, "
+            f"{reachable} of them within a token's reach, and every token goes to {chosen} "
+            "(num_experts_per_tok): remove fewer"
+        )
+    if groups > 1 and each < _LEAST_OF_GROUP:
+        raise OptionError(
+            f"expert_sparsity = {sparsity:g} leaves one expert in each of {groups} groups, and "
+            f"{name} ranks groups by the best {_LEAST_OF_GROUP} of each: remove fewer"
         )
 
 

@@ -122,7 +122,7 @@ class KeptUnits:
                 f"attention_units = {self.attention_units}, or auto"
             )
         sites = {site.key: site for site in layout.sites}
-        experts = {block.experts_key for block in layout.blocks if block.router is not None}
+        experts = {block.experts_key for block in layout.blocks if block.router}
         if named_experts := experts & self.units.keys():
             raise OptionError(
                 f"'{self.source}' names experts that stay ({min(named_experts)}): kept units are "

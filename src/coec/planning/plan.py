@@ -1,6 +1,6 @@
 """The plan: how many units stay, in which format, where and in which dtypes it is computed."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -126,6 +126,7 @@ class Plan:
         shares = Shares(
             recipe.sparsity, recipe.sparsity if attention is None else attention,
             recipe.expert_sparsity, Rounding(recipe.multiple, recipe.tensor_parallel),
+            model.shape.expert_groups,
         )  # fmt: skip
         forward = choose_forward_dtype(
             recipe.forward_dtype, stored, device, summed=recipe.reconstruct > 0
@@ -364,6 +365,17 @@ class Plan:
         """Parameters of the pruned model, tied ones once."""
         return sum(self.pruned_shapes[name].numel() for name in self.stored_names.values())
 
+    def active(self, shapes: Mapping[str, torch.Size], experts: int) -> int:
+        """Return how many of these parameters a token passes: the chosen experts alone.
+
+        Args:
+            shapes: of the tensors of a model.
+            experts: their number in a block.
+        """
+        inside = sum(shape.numel() for name, shape in shapes.items() if ".experts." in name)
+        idle = 1 - int(self.model.config["num_experts_per_tok"]) / experts if inside else 0
+        return round(sum(shape.numel() for shape in shapes.values()) - inside * idle)
+
     @cached_property
     def stored_names(self) -> dict[str, str]:
         """Names of the tensors of the result, and their names before blocks were dropped."""
@@ -444,10 +456,18 @@ class Plan:
                 for name, size in self._size_names().items()
             },
             "parameters": {"before": before, "after": after},
+            "active": self._active() if self.model.layout.experts else None,
             "removed": {**removed, "parameters": (before - after) / before},
             "kept": None if self.kept is None else self.kept.record(),
             "notes": list(self.notes),
             "seq_len": self.seq_len,
+        }
+
+    def _active(self) -> dict[str, int]:
+        after = {stored: self.pruned_shapes[name] for stored, name in self.stored_names.items()}
+        return {
+            "before": self.active(self.model.shapes, self.dense.experts),
+            "after": self.active(after, self.pruned.experts),
         }
 
     def _removed(self, site_kind: str) -> float:

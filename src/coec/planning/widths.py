@@ -61,9 +61,12 @@ class Widths:
             for site in block.sites:
                 kept = self.of(site) if self.stays(site) else 0
                 removed += (site.units - kept) * costs.unit(site)
-            # An expert's row of the router goes with it.
-            if self.experts is not None and (router := block.router) is not None:
-                removed += (router.stop - self.experts) * costs.model.shapes[router.tensor][1]
+            if self.experts is None:
+                continue
+            # An expert's rows of the router go with it.
+            for rows in block.router:
+                row = costs.model.shapes[rows.tensor][1:].numel()
+                removed += (rows.stop - self.experts) * row
         return removed
 
 
@@ -185,12 +188,14 @@ class Shares:
         attention: of units of attention.
         experts: of whole experts.
         rounding: to what numbers of units are rounded.
+        expert_groups: number of groups of experts, each of which keeps the same number.
     """
 
     mlp: float
     attention: float
     experts: float
     rounding: Rounding
+    expert_groups: int = 1
 
     def of(self, site: Site) -> float:
         """Return the fraction that is removed at a site."""
@@ -215,7 +220,7 @@ def uniform(
     for site in layout.sites:
         named = None if kept is None else kept.units.get(site.key)
         counts[site.block, site.name] = _count(site, shares) if named is None else len(named)
-    experts = kept_count(layout.experts, shares.experts) if shares.experts else layout.experts
+    experts = kept_experts(layout.experts, shares)
     widths = Widths(counts, experts if experts < layout.experts else None)
     if fewer_blocks or widths.experts or any(map(widths.removes_from, layout.sites)):
         return widths
@@ -229,6 +234,12 @@ def uniform(
         )
         + ": raise sparsity, or take a smaller multiple_of"
     )
+
+
+def kept_experts(experts: int, shares: Shares) -> int:
+    """`⌈(1 − ρ) n⌉` of the experts in every group that a router chooses among."""
+    groups = shares.expert_groups
+    return groups * kept_count(experts // groups, shares.experts) if shares.experts else experts
 
 
 def shares_for(
