@@ -24,7 +24,7 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import find_model
 from coec.streams.head import Prediction
-from coec.streams.self_text import sample_from_model, windows_that_fit
+from coec.streams.self_text import continued, sample_from_model, windows_that_fit
 from coec.text.tokens import (
     Extent,
     Stream,
@@ -43,6 +43,8 @@ _UNLIMITED = 2**31
 """Positions of a model whose configuration does not name their number."""
 _MEASURED_WINDOWS, _MEASURED_LENGTH = 4, 512
 """Largest number of windows on which the need of a start is measured, and of their tokens."""
+_PROMPTS, _PROMPT, _CONTINUED, _GRAM = 4, 32, 64, 3
+"""Greedy continuations: number of windows, tokens before and after, and tokens of a gram."""
 _NEEDED = 0.1
 """Nats per token by which text must be better predicted after the tokenizer's start for `auto` to
 put it before every window. Models that need it lose whole nats without, others hundredths."""
@@ -85,6 +87,8 @@ class Perplexity:
         baseline_perplexity, ratio, kl, agreement: with a baseline: its perplexity, the perplexity
             over it, the mean of KL(baseline ‖ model) in nats per token, and the fraction of tokens
             for which both models find the same next token most probable.
+        distinct, baseline_distinct: fraction of different 3-grams of tokens in greedy continuations
+            of a few windows, of both models; a model that repeats itself has few.
         same_text_as_calibration: true if the model was pruned with this text, by digest; None if
             the folder holds no record of its pruning.
     """
@@ -103,6 +107,8 @@ class Perplexity:
     ratio: float | None = None
     kl: float | None = None
     agreement: float | None = None
+    distinct: float | None = None
+    baseline_distinct: float | None = None
     same_text_as_calibration: bool | None = None
 
     def as_dict(self) -> JsonDict:
@@ -192,7 +198,20 @@ def _perplexity(
             windows = begun
     prediction = _predict(network, base, windows.ids, progress)
     calibrated = calibration_digest(measured.folder)
-    return _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
+    result = _result(prediction, windows, network.num_parameters(), calibrated, base is not None)
+    count = min(_CONTINUED, measured.positions - min(length, _PROMPT))
+    if count < _GRAM:
+        return result
+    distinct, other = (
+        None if model is None else _distinct(model, windows.ids, count) for model in (network, base)
+    )
+    return replace(result, distinct=distinct, baseline_distinct=other)
+
+
+def _distinct(model: PreTrainedModel, windows: Int[Tensor, "n length"], count: int) -> float:
+    """Return the mean fraction of different 3-grams in greedy continuations of a few windows."""
+    grams = continued(model, windows[:_PROMPTS, :_PROMPT], count).unfold(1, _GRAM, 1)
+    return sum(len(row.unique(dim=0)) / len(row) for row in grams) / len(grams)
 
 
 def _check_baseline(model: Dense | Loaded, dense: Dense, trust_remote_code: bool) -> None:

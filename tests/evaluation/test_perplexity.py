@@ -65,6 +65,35 @@ def test_a_model_is_as_good_as_itself(dense):
     assert result.ratio == result.agreement == 1
 
 
+def test_distinct_3_grams_are_those_of_a_greedy_loop(dense, other):
+    """By the obvious loop; a head that knows one token repeats it."""
+    result = coec.perplexity(other, IDS, seq_len=16, baseline=dense)
+    model = tm.load(other)
+    shares = []
+    for first in range(0, 64, 16):
+        ids = IDS[first : first + 16].tolist()
+        while len(ids) < tm.POSITIONS:
+            logits = tm.logits(model, torch.tensor([ids]))[0, -1]
+            logits[model.config.eos_token_id] = -torch.inf
+            ids.append(int(logits.argmax()))
+        grams = list(zip(ids[16:], ids[17:], ids[18:], strict=False))
+        shares.append(len(set(grams)) / len(grams))
+    assert result.distinct == pytest.approx(sum(shares) / len(shares))
+    assert 0 < result.baseline_distinct <= 1
+
+
+def test_a_model_that_repeats_itself_has_few_distinct_3_grams(dense, tmp_path):
+    folder = shutil.copytree(dense, tmp_path / "stuck")
+
+    def stick(weights):
+        weights["lm_head.weight"].zero_()
+        weights["model.norm.weight"].zero_()
+
+    tm.edit_weights(folder, stick)
+    assert coec.perplexity(folder, IDS, seq_len=16).distinct == pytest.approx(1 / 46)
+
+
+
 def test_windows_are_as_long_as_the_model_allows_unless_told(dense):
     assert coec.perplexity(dense, IDS).seq_len == tm.POSITIONS
 

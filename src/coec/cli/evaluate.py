@@ -27,8 +27,11 @@ _FLAGS = (
 )  # fmt: skip
 
 
-_FIRST = ("perplexity", "baseline_perplexity", "ratio", "kl", "agreement")
-"""Numbers of the first line."""
+_FIRST = (
+    "perplexity", "baseline_perplexity", "ratio", "kl", "agreement", "distinct",
+    "baseline_distinct",
+)  # fmt: skip
+"""Numbers of the first two lines."""
 
 
 @with_flags(*_FLAGS, common.QUIET, common.JSON)
@@ -56,6 +59,10 @@ def _lines(result: "Perplexity") -> Iterator[str]:
             f"KL {result.kl:.3f}, same top token {result.agreement:.0%}"
         )
     yield line
+    if result.distinct is not None:
+        line = f"of its greedy text {result.distinct:.0%} of the 3-grams are different"
+        other = result.baseline_distinct
+        yield line + ("" if other is None else f" (dense {other:.0%})")
     for name, value in result.as_dict().items():
         if value is not None and not isinstance(value, bool) and name not in _FIRST:
             text = f"{value:,}" if isinstance(value, int) else value

@@ -151,12 +151,30 @@ def _drawn(
         first = [torch.randint(vocabulary, (1, 1), generator=g, device=device) for g in generators]
         prompt = torch.cat(first)
     # No sampling here: the processor has drawn already, and generate takes the largest.
+    return _generated(model, prompt, seq_len - prompt.shape[1], ends, [_Draw(generators)])
+
+
+@torch.no_grad()
+def continued(model: Any, prompts: Int[Tensor, "n k"], count: int) -> Int[Tensor, "n count"]:
+    """Continue prompts by the most probable tokens, none of which ends a text."""
+    with _plain_generation(model) as ends:
+        ids = _generated(model, prompts.to(model.device), count, ends, [])
+    return ids[:, prompts.shape[1] :]
+
+
+def _generated(
+    model: Any,
+    prompts: Int[Tensor, "n k"],
+    count: int,
+    ends: list[int],
+    processors: list[LogitsProcessor],
+) -> Int[Tensor, "n length"]:
     ids: Tensor = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
+        prompts,
+        attention_mask=torch.ones_like(prompts),
         do_sample=False,
-        logits_processor=[_Draw(generators)],
-        max_new_tokens=seq_len - prompt.shape[1],
+        logits_processor=processors,
+        max_new_tokens=count,
         suppress_tokens=ends or None,
         pad_token_id=ends[0] if ends else 0,
     )
