@@ -1,8 +1,10 @@
 """The package as a notebook shows it: bars, tables, help."""
 
+import ast
 import io
 import pydoc
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,3 +57,15 @@ def test_help_lists_the_settings(name):
 
 def test_help_names_the_default_of_every_preset():
     assert "obs; rcpu in paper" in coec.prune.__doc__
+
+
+UNIX = {"fcntl", "resource", "pwd", "grp", "termios", "pty"}
+
+
+def test_no_module_needs_what_windows_lacks():
+    """At its head; inside a function such an import may stand after a check of the system."""
+    source = Path(coec.__file__).parent
+    for path in source.rglob("*.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            assert not UNIX.intersection(names), path

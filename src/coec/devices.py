@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -198,6 +197,10 @@ def _of_cgroup(root: Path = _CGROUP) -> int | None:
 
 def _of_process() -> int | None:
     """Free bytes under a limit on this process's data (`ulimit -d`)."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     if limit == resource.RLIM_INFINITY:
         return None

@@ -10,6 +10,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import portalocker
 import pytest
 import torch
 
@@ -219,7 +220,9 @@ def test_a_link_to_a_place_of_another_name_is_not_ours(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_an_event(code, tmp_path, monkeypatch):
-    monkeypatch.setattr(module.fcntl, "flock", raising(OSError(code, "no locks")))
+    error = portalocker.LockException("no locks")
+    error.__cause__ = OSError(code, "no locks")
+    monkeypatch.setattr(module.portalocker, "lock", raising(error))
     with recording() as events, new_folder(tmp_path / "out") as folder:
         fill(folder)
     assert "has no locks (no locks)" in events[0]

@@ -93,7 +93,6 @@ def test_a_model_that_repeats_itself_has_few_distinct_3_grams(dense, tmp_path):
     assert coec.perplexity(folder, IDS, seq_len=16).distinct == pytest.approx(1 / 46)
 
 
-
 def test_windows_are_as_long_as_the_model_allows_unless_told(dense):
     assert coec.perplexity(dense, IDS).seq_len == tm.POSITIONS
 

@@ -7,7 +7,6 @@ A lock in that folder distinguishes a working run from a killed one, whose finis
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -15,6 +14,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import portalocker
 
 from coec.errors import OutputError
 from coec.events import record
@@ -28,6 +29,8 @@ _TYPES = {
     LOCK: (stat.S_ISREG,), JOURNAL: (stat.S_ISREG,), NEW: (stat.S_ISDIR, stat.S_ISREG),
     OLD: (stat.S_ISDIR,), WORK: (stat.S_ISDIR,), STATES: (stat.S_ISDIR,),
 }  # fmt: skip
+_NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
+"""Flag that refuses to open a link; Windows has none."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """Error numbers of file systems without locks, such as some network file systems."""
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://?")
@@ -239,7 +242,7 @@ def _acquire(partial: Path, out: Path) -> int:
             )
         try:
             # No link is followed: it could point to a file of somebody else.
-            descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o666)
         except FileNotFoundError:
             continue  # the run that held it has just removed it
         try:
@@ -263,14 +266,18 @@ def _lock(descriptor: int, partial: Path) -> None:
     filelock would take a file system without locks for a reason to lock by the file's existence,
     which outlives a killed process.
     """
+    flags = portalocker.LockFlags.EXCLUSIVE | portalocker.LockFlags.NON_BLOCKING
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+        portalocker.lock(descriptor, flags)
+    except portalocker.AlreadyLocked as error:
+        raise BlockingIOError from error
+    except portalocker.LockException as error:
+        reason = error.__cause__
+        if not isinstance(reason, OSError) or reason.errno not in _NO_LOCKS:
+            raise reason or error from None
         record(
-            f"the file system of '{partial}' has no locks ({error.strerror}): nothing kept another "
-            "run from writing the same output"
+            f"the file system of '{partial}' has no locks ({reason.strerror}): nothing kept "
+            "another run from writing the same output"
         )
 
 
@@ -360,7 +367,9 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when the content of a file or folder is on the disk."""
+    """Return when the content of a file or folder is on the disk; of a file alone on Windows."""
+    if os.name == "nt" and path.is_dir():
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,7 +9,7 @@ import signal
 import threading
 from types import FrameType
 
-END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+END_SIGNALS = tuple(getattr(signal, n) for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n))
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells and typer."""
 STOPPED = "interrupted; nothing half-written is left"
