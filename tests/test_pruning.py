@@ -431,7 +431,8 @@ def test_no_bit_is_lost_of_float16_beside_bfloat16(dense, prune, tmp_path):
     assert "some weights are float16, others bfloat16" in report.plan["notes"][0]
 
 
-def test_the_scales_of_channels_do_not_matter(dense, tokens, tmp_path):
+@pytest.mark.parametrize("preset", [{"preset": "fast"}, {"preset": "balanced", "holdout": 0.25}])
+def test_the_scales_of_channels_do_not_matter(preset, dense, tokens, tmp_path):
     """Rows of up_proj times a number and columns of down_proj over it are the same function."""
     other = shutil.copytree(dense, tmp_path / "other")
     scale = 2.0 ** torch.linspace(-10, 10, tm.FFN).round()
@@ -444,7 +445,7 @@ def test_the_scales_of_channels_do_not_matter(dense, tokens, tmp_path):
                 tensors[name] /= scale
 
     tm.edit_weights(other, rescaled)
-    how = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}
+    how = {"calibration": tokens, "samples": 24, "seq_len": 32} | preset
     for name, model in {"one": dense, "two": other}.items():
         coec.prune(model, tmp_path / name, **how)
     kept = (tmp_path / name / "coec/kept.safetensors" for name in ("one", "two"))

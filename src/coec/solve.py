@@ -26,7 +26,14 @@ from coec.methods.selection import (
 )
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
-from coec.models.surgery import Cut, cast, cut_block, value_rows, without_experts
+from coec.models.surgery import (
+    Cut,
+    cast,
+    channel_units,
+    cut_block,
+    value_rows,
+    without_experts,
+)
 from coec.planning.plan import Plan
 from coec.streams.streams import BlockSums, ConsumerSums, Streams
 from coec.types import Gram, KeptSet
@@ -271,11 +278,20 @@ def _trained(
             if row.get(name, {}).get("taken"):
                 continue  # at the higher rate
             try:
-                start = {n: tensor.to(plan.device, wide) for n, tensor in tensors.items()}
+                # AdamW's steps are of the size of a matrix: they must not depend on the units of
+                # its channels.
+                units = channel_units(tensors, block.sites)
+                start = {
+                    n: tensor.to(plan.device, wide) * units[n].to(plan.device, wide)
+                    for n, tensor in tensors.items()
+                }
                 function = streams.pruned_function(block)
                 trained = train_block(function, start, examples, validation, training)
                 if trained.taken:
-                    tensors = {n: cast(p, plan.written, n) for n, p in trained.theta.items()}
+                    tensors = {
+                        n: cast(p / units[n].to(p), plan.written, n)
+                        for n, p in trained.theta.items()
+                    }
                 row[name] = trained.record() | {"rate": training.rate}
             except NumericalError as error:
                 record(f"{name}: the block is not trained: {error}")

@@ -9,7 +9,7 @@ import torch
 import coec
 import problems
 from coec.methods import COMPENSATIONS
-from coec.methods.closed_form import solve_with_own_ridge
+from coec.methods.closed_form import ridge_for, solve_by_energy
 from coec.types import KeptSet, SiteProblem
 
 DRAWN = [name for name, method in COMPENSATIONS.items() if not method.shrinks]
@@ -70,10 +70,10 @@ def test_what_shrinks_by_itself_is_not_drawn_back():
 
 def test_an_own_ridge_falls_with_the_tokens_and_forgets_the_units_of_channels():
     A, B = problems.gram("power law", 6).xx, problems.weight(3, 6)
-    ridges = [solve_with_own_ridge(B, A, tokens)[1] for tokens in (0, 100, 180, 1800)]
+    ridges = [ridge_for(6, tokens) for tokens in (0, 100, 180, 1800)]
     assert ridges == pytest.approx([0.3, 0.3, 0.3, 0.03])
     unit = torch.logspace(-3, 3, 6, dtype=A.dtype)
-    plain, _ = solve_with_own_ridge(B, A, 500)
-    other, _ = solve_with_own_ridge(B * unit, A * unit * unit[:, None], 500)
+    plain = solve_by_energy(B, A, 0.108)
+    other = solve_by_energy(B * unit, A * unit * unit[:, None], 0.108)
     torch.testing.assert_close(other * unit, plain)
     torch.testing.assert_close(plain @ (A + 0.108 * A.diagonal().diag()), B)

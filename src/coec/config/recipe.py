@@ -33,7 +33,7 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "balanced": (
         "Every block trained, briefly, towards the dense model's hidden states.",
-        _CLOSED_FORMS | {"ridge": 1.0, "reconstruct": 4, "holdout": HOLDOUT},
+        _CLOSED_FORMS | {"ridge": "energy", "reconstruct": 4, "holdout": HOLDOUT},
     ),
 }
 """What every preset is for, and the defaults by which it differs from the settings' own."""
@@ -332,11 +332,11 @@ class CoecOptions(Options):
 class RidgeOptions(Options):
     """Options of the ridge regressions (docs/METHODS.md §4)."""
 
-    ridge: NonNegativeFloat | Literal["auto"] = setting(
-        1e-2, otherwise="auto in fast, 1 in balanced, else 0.01"
+    ridge: NonNegativeFloat | Literal["auto", "energy"] = setting(
+        1e-2, otherwise="auto in fast, energy in balanced, else 0.01"
     )
-    """λ relative to the mean diagonal of Gxx, at least 0; `auto` penalises every channel by its own
-    energy, the less the more tokens there are."""
+    """λ relative to the mean diagonal of Gxx, at least 0; `energy` penalises every channel by its
+    own energy, `auto` by less of it the more tokens there are."""
 
 
 OPTIONS_OF: dict[str, type[Options]] = {

@@ -66,40 +66,45 @@ def _drawn_to(
 ) -> SiteResult:
     """Ridge regression whose penalty is on the distance to S: `S + (Gyx − S Gxx)(Gxx + Λ)⁻¹`.
 
-    Λ is λ times the mean diagonal of Gxx; see `solve_with_own_ridge` for `ridge = auto`.
+    Λ is λ times the mean diagonal of Gxx. For `ridge = auto` and `energy` it is λ diag Gxx, with
+    λ = min(0.3, 9 k/N) and 1.
     """
     target = OutputProblem.of_site(problem)
     # Gyx − S Gxx → times (Gxx + Λ)⁻¹
     residual = target.Gyx - start @ target.Gxx
-    if not isinstance(options.ridge, str):
+    if isinstance(options.ridge, str):
+        known = {"auto": ridge_for(len(target.Gxx), problem.gram.tokens), "energy": 1.0}
+        ridge = known[options.ridge]
+        correction = solve_by_energy(residual, target.Gxx, ridge, target.precision)
+    else:
         ridge = options.ridge
         correction = solve_right(residual, target.Gxx, ridge, target.precision)
-    else:
-        correction, ridge = solve_with_own_ridge(
-            residual, target.Gxx, problem.gram.tokens, target.precision
-        )
     return SiteResult(start + correction, diagnostics={"ridge": ridge})
 
 
-def solve_with_own_ridge(
-    B: Float[Tensor, "m k"], A: Float[Tensor, "k k"], tokens: int, precision: float = 0.0
-) -> tuple[Float[Tensor, "m k"], float]:
-    """`B (A + λ diag A)⁻¹` and `λ = min(0.3, 9 k/N)`.
+def ridge_for(columns: int, tokens: int) -> float:
+    """`λ = min(0.3, 9 k/N)`: a correction of 0 counts as nine tokens for every column."""
+    return min(LARGEST, PRIOR * columns / max(tokens, 1))
+
+
+def solve_by_energy(
+    B: Float[Tensor, "m k"], A: Float[Tensor, "k k"], ridge: float, precision: float = 0.0
+) -> Float[Tensor, "m k"]:
+    """`B (A + λ diag A)⁻¹`.
 
     Every channel is penalised by its own energy, so that the outputs do not depend on the units of
-    channels. A correction of 0 counts as nine tokens for every column.
+    channels.
 
     Args:
         B: right-hand side.
         A: Gram of the k columns.
-        tokens: N, number of tokens that A sums.
+        ridge: λ.
         precision: of the entries of A, see `coec.linalg.spd.noise`.
     """
-    ridge = min(LARGEST, PRIOR * len(A) / max(tokens, 1))
     # A common ridge over channels of unit energy; one without any keeps its unit.
     scale = channel_scale(A)
     scaled = A / scale / scale[:, None]
-    return solve_right(B / scale, scaled, ridge, precision) / scale, ridge
+    return solve_right(B / scale, scaled, ridge, precision) / scale
 
 
 def rcpu(problem: SiteProblem) -> SiteResult:

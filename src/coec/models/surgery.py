@@ -81,6 +81,30 @@ def without_experts(
     return out
 
 
+def channel_units(
+    tensors: Mapping[str, Tensor], sites: Iterable[Site]
+) -> dict[str, Float[Tensor, "..."]]:
+    """Return a factor for every tensor, which brings the channels of gated MLPs to common units.
+
+    Rows of the up projection over c and columns of the down projection times c are the same
+    function, bit for bit as c is a power of two. The rows get a root mean square of about 1.
+    """
+    factors = dict.fromkeys(tensors, torch.ones((), dtype=torch.float64))
+    for site in sites:
+        up = site.producers[-1].tensor
+        if site.value is not None or len(site.producers) < 2 or up not in tensors:
+            continue  # nothing but a linear row between its inputs and the consumer
+        # In a matrix of both, the up projection is the second half.
+        first = len(tensors[up]) // 2 if up == site.producers[0].tensor else 0
+        sizes = tensors[up][first:].double().square().mean(dim=1).sqrt()
+        c = torch.where(sizes > 0, sizes, 1.0).log2().round().exp2()
+        rows = torch.cat([torch.ones(first, dtype=c.dtype), 1 / c.cpu()])
+        factors[up], factors[site.weight] = rows[:, None], c.cpu()
+        if (bias := up.removesuffix("weight") + "bias") in tensors:
+            factors[bias] = rows
+    return factors
+
+
 def with_bias(added: Float[Tensor, " m"], bias: Float[Tensor, " m"] | None) -> Float[Tensor, " m"]:
     """Add a compensation's bias to the consumer's bias, if it has one."""
     return added if bias is None else added + bias.to(added)

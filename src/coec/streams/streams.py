@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from coec import parallel
 from coec.devices import summed_products, tokens_per_batch
 from coec.methods.block_training import Example
-from coec.methods.closed_form import solve_with_own_ridge
+from coec.methods.closed_form import ridge_for, solve_by_energy
 from coec.models.dense import Dense, Prefetcher
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
@@ -106,7 +106,8 @@ class ConsumerSums:
         scale = float(self.scale)
         factor = float(self.added) / scale if scale > 0 else 1.0
         residual = self.residual.to(gram.xx) / (factor or 1.0)
-        change, _ = solve_with_own_ridge(residual, gram.xx, gram.tokens, gram.precision)
+        ridge = ridge_for(len(gram.xx), gram.tokens)
+        change = solve_by_energy(residual, gram.xx, ridge, gram.precision)
         return gram, weight.to(gram.xx) + CARRIED * change
 
 
