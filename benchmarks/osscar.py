@@ -31,10 +31,10 @@ _BATCH = 8
 def prune(model: Path, out: Path, sparsity: float, **windows: Any) -> float:
     """Prune a Llama and save it; return the share of its parameters that was removed.
 
-    `windows` are settings of `coec.prune`'s calibration.
+    `windows` are settings of `coec.prune`'s calibration and widths.
     """
     code = _code()
-    plan = coec.plan(model, preset="paper", multiple_of="auto", sparsity=sparsity, **windows)
+    plan = coec.plan(model, preset="paper", sparsity=sparsity, **windows)
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     config, before = network.config, network.num_parameters()
     groups, channels = plan.pruned.kv_heads, plan.pruned.ffn

@@ -6,9 +6,10 @@
 `cpu`: 64 windows of 512 tokens of WikiText-2 valid calibrate; perplexity and KL are of the first 32
 windows of 512 of test, and of TinyStories' test, a text of another kind. `gpu`: 128 windows of
 1,024, and the first 900,000 characters of both. The texts lie in ../shared/data, the model comes
-from benchmarks.real_model. Forward passes run in float32 on a CPU, in bfloat16 on a GPU. All rows
-of one sparsity keep the same number of channels, a multiple of 64. Rows are in
-benchmarks/results/real.json, made where they are missing (`--again`: anew), the most telling first;
+from benchmarks.real_model. Forward passes run in the model's bfloat16. `--equal` makes the rows of
+README: forward passes in float32, which is nine times faster on a CPU that has no products of
+bfloat16, and in every row the number of channels that the presets keep, a multiple of 64. Rows
+are in benchmarks/results/real.json, made where they are missing (`--again`: anew);
 with `--minutes` none is begun or goes on after so many. A row is a process of its own: pruning by
 this package, then the checkpoint in transformers, beside the dense model's states, which are kept.
 Seconds are of the wall and of the CPU, of pruning with loading, checks, text and writing, without
@@ -59,23 +60,23 @@ class Size:
 
     samples: int
     seq_len: int
-    dtype: str = "float32"
     windows: int | None = None
     characters: int | None = None
 
 
 SIZES = {
     "cpu": Size(64, 512, windows=32),
-    "gpu": Size(128, 1024, "bfloat16", characters=900_000),
+    "gpu": Size(128, 1024, characters=900_000),
     "rehearsal": Size(8, 128, windows=4),
 }
-ONE_SHOT = {"preset": "paper", "multiple_of": "auto"}
+EQUAL = {"forward_dtype": "float32", "multiple_of": "auto"}
+ONE_SHOT = {"preset": "paper", "multiple_of": 1}
 ROWS: dict[str, dict[str, Any]] = {
     "fast": {"preset": "fast"},
     "fast, by block": {"preset": "fast", "by_block": True},
     "balanced": {"preset": "balanced"},
     "balanced, by block": {"preset": "balanced", "by_block": True},
-    "paper": ONE_SHOT,
+    "paper": {"preset": "paper"},
     "none": {**ONE_SHOT, "selection": "wanda-sp", "compensation": "none"},
     "FLAP": {**ONE_SHOT, "selection": "flap", "compensation": "bias"},
     "RCPU": {**ONE_SHOT, "selection": "rcpu", "compensation": "rcpu"},
@@ -138,6 +139,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--first", type=int, default=0, metavar="BLOCKS", help="the quick proxy")
     parser.add_argument("--settings", type=json.loads, default={}, help="of every row, besides")
+    parser.add_argument(
+        "--equal", dest="settings", action="store_const", const=EQUAL, help="the rows of README"
+    )
     parser.add_argument("--shared", type=Path, default=SHARED)
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--table", action="store_true", help="print the kept rows, and stop")
@@ -166,8 +170,7 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
     for sparsity, seed, row in product(chosen.sparsity, chosen.seeds, chosen.rows):
         if row == DENSE and cases:
             continue
-        usual = {"forward_dtype": SIZES[chosen.size].dtype} | chosen.settings
-        settings = usual if row == DENSE else ROWS[row] | usual
+        settings = chosen.settings if row == DENSE else ROWS[row] | chosen.settings
         case = {
             "size": chosen.size, "sparsity": 0.0 if row == DENSE else sparsity, "seed": seed,
             "row": row, "settings": settings, "first": chosen.first,
@@ -179,7 +182,7 @@ def measure_all(chosen: argparse.Namespace, arguments: list[str] | None) -> None
             cases.append(case | {"model": str(model), "shared": str(chosen.shared)})
     for text in JUDGES.values() if cases else ():  # before others run beside it: all need it
         ids = evaluation_ids(model, SIZES[chosen.size], chosen.shared / text)
-        dense_states(model, ids, getattr(torch, usual["forward_dtype"]))
+        dense_states(model, ids, _dtype(chosen.settings))
 
     def measure(case: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "benchmarks.real", "--one", json.dumps(case)]
@@ -247,7 +250,7 @@ def measured(case: dict[str, Any]) -> dict[str, Any]:
         numbers["bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if torch.cuda.is_available():
             numbers["device_bytes"] = torch.cuda.max_memory_allocated()
-        dtype = getattr(torch, case["settings"]["forward_dtype"])
+        dtype = _dtype(case["settings"])
         network, head = _network(made, dtype), _network(model, dtype).lm_head.weight.detach()
         for prefix, text in JUDGES.items():
             ids = evaluation_ids(model, size, Path(case["shared"]) / text)
@@ -268,11 +271,12 @@ def _pruned(case: dict[str, Any], out: Path) -> dict[str, Any]:
     texts = Path(case["shared"]) / TEXTS
     windows = {
         "calibration": str(texts / "valid.raw.txt"), "samples": size.samples,
-        "seq_len": size.seq_len, "seed": case["seed"],
+        "seq_len": size.seq_len, "seed": case["seed"], "forward_dtype": "bfloat16",
     }  # fmt: skip
     numbers: dict[str, Any] = {}
     began, spent = time.perf_counter(), time.process_time()
     if case["row"] == "OSSCAR":
+        windows["multiple_of"] = case["settings"].get("multiple_of", 1)
         numbers["removed"] = osscar.prune(model, out, case["sparsity"], **windows)
     else:
         settings = windows | case["settings"] | {"sparsity": case["sparsity"]}
@@ -330,7 +334,7 @@ def _trained(case: dict[str, Any], out: Path) -> dict[str, Any]:
         )  # fmt: skip
     settings = settings | {
         "text": str(sources.get(text, text)), "seq_len": size.seq_len, "seed": case["seed"],
-        "forward_dtype": case["settings"]["forward_dtype"],
+        "forward_dtype": case["settings"].get("forward_dtype", "bfloat16"),
     }  # fmt: skip
     way = footprints(model, start, Recovery(**settings), choose_device("auto"), None)[0]
     training = coec.recover(model, start, out, progress=_progress, **settings).recoveries[-1]
@@ -363,6 +367,12 @@ def evaluation_ids(model: Path, size: Size, path: Path) -> Tensor:
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     count = len(ids) // size.seq_len
     return ids[: count * size.seq_len].view(count, -1)[: size.windows]
+
+
+def _dtype(settings: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of forward passes, by the settings of a row."""
+    dtype: torch.dtype = getattr(torch, settings.get("forward_dtype", "bfloat16"))
+    return dtype
 
 
 def _network(model: Path, dtype: torch.dtype) -> Any:
@@ -450,7 +460,15 @@ def tables(rows: list[dict[str, Any]], size: str) -> str:
             if own:
                 lines.append([name, *_cells(own, {r["seed"]: r for r in base}, clock)])
         seconds = f"{clock.replace('cpu', 'CPU')} s"
-        header = ["", "perplexity", "KL", f"KL over `{BASELINE}`", seconds, f"over `{BASELINE}`"]
+        header = [
+            "",
+            "removed",
+            "perplexity",
+            "KL",
+            f"KL over `{BASELINE}`",
+            seconds,
+            f"over `{BASELINE}`",
+        ]
         header += ["stories: perplexity", "KL"]
         parts += [f"{100 * sparsity:.0f} %:", "", record.table(header, lines), ""]
     return "\n".join(parts)
@@ -464,8 +482,10 @@ def _cells(own: list[dict[str, Any]], base: dict[int, dict[str, Any]], clock: st
         for v in ("kl", clock)
     ]
     spread = max(r["kl"] for r in own) - min(r["kl"] for r in own)
+    sizes = {f"{100 * r['removed']:.1f} %" for r in own if "removed" in r}
     cells = [
-        f"{perplexity:.2f}", f"{kl:.3f}" + (f" (±{spread / 2:.3f})" if len(own) > 1 else ""),
+        " to ".join(sorted(sizes)) or "–", f"{perplexity:.2f}",
+        f"{kl:.3f}" + (f" (±{spread / 2:.3f})" if len(own) > 1 else ""),
         ratios[0], f"{spent:.0f}", ratios[1],
     ]  # fmt: skip
     second = [r for r in own if "stories_kl" in r]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.real import ABLATION, DENSE, STARTS, TRAININGS, key_of, tables
+from benchmarks.real import ABLATION, DENSE, EQUAL, TRAININGS, key_of, tables
 
 README = (
     ("the dense model", "", DENSE),
@@ -75,16 +75,24 @@ def main() -> None:
         for mark, content in blocks.items():
             text = replaced(text, mark, content)
         path.write_text(text, encoding="utf-8")
-    draw(rows, record.RESULTS / "real.png")
+    draw(equal(rows), record.RESULTS / "real.png")
 
 
-def kept() -> Rows:
-    """Return the rows of the CPU table under seed 0, by name and sparsity."""
+def kept(settings: dict[str, Any] | None = None) -> Rows:
+    """Return the rows of the CPU table under seed 0 and these settings, by name and sparsity."""
     return {
         (row["row"], row["sparsity"]): row
         for row in record.load("real").get("rows", [])
-        if row["key"] == key_of(row["row"], row["sparsity"])
+        if row["key"] == key_of(row["row"], row["sparsity"], settings)
     }
+
+
+def equal(rows: Rows) -> Rows:
+    """Return the rows of README: of one size where they were made so, with the CPU seconds of
+    `rows`, which were measured on CPUs with products of bfloat16.
+    """
+    seconds = {key: {"cpu": row["cpu"]} for key, row in rows.items()}
+    return {**rows, **{key: row | seconds.get(key, {}) for key, row in kept(EQUAL).items()}}
 
 
 def documents(rows: Rows) -> dict[str, dict[str, str]]:
@@ -98,7 +106,7 @@ def documents(rows: Rows) -> dict[str, dict[str, str]]:
         "real units": by_units(measured),
     }  # fmt: skip
     return {
-        "README.md": {"real": readme(rows)}, "docs/lab/RESULTS.md": blocks,
+        "README.md": {"real": readme(equal(rows))}, "docs/lab/RESULTS.md": blocks,
         "docs/RECOVER.md": {"real recover": recovered(rows)},
     }  # fmt: skip
 
@@ -169,7 +177,7 @@ def by_units(measured: Sequence[Mapping[str, Any]]) -> str:
     for sparsity, budget in BUDGETS.items():
         for what, (name, settings) in UNITS.items():
             exact = {name: value for name, value in settings.items() if name != "multiple_of"}
-            asked = exact | {"budget_parameters": budget} | (_EXACT if exact != settings else {})
+            asked = exact | {"budget": budget} | (_EXACT if exact != settings else {})
             row = by_key.get(key_of(name, sparsity, asked if settings else {}))
             if row is not None:
                 lines.append([
@@ -205,36 +213,30 @@ def _perplexity(row: Mapping[str, Any] | None) -> str:
     return "–" if row is None else f"{row['perplexity']:.2f}"
 
 
+BARS = {
+    DENSE: "dense", "none": "Wanda-sp, no compensation", "FLAP": "FLAP", "paper": "COEC",
+    "balanced": "coec's default", "balanced, by block": "default, widths by block",
+    "fast, by block, recover 100k": "widths by block, 100,000 tokens of training",
+}  # fmt: skip
+"""Rows of the picture, and their names there."""
+
+
 def draw(rows: Rows, path: Path) -> None:
-    """Draw KL on both texts against CPU seconds at 30 %; dashed: the whole model trained."""
+    """Draw the perplexity of the dense model and of what several methods leave of it at 30 %."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    names = [name for _, _, name in README if (name, 0.3) in rows and name not in TRAININGS]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    for ax, key, title in zip(axes, ("kl", "stories_kl"), ("WikiText-2", "stories"), strict=True):
-        for name in names:
-            row = rows[name, 0.3]
-            if key not in row:
-                continue
-            by_block = name.endswith("by block")
-            ax.plot(row["cpu"], row[key], "s" if by_block else "o", color=f"C{int(by_block)}")
-            ax.annotate(
-                name.replace(", by block", "*"), (row["cpu"], row[key]), fontsize=8,
-                xytext=(4, -10 if name == "none" else 4), textcoords="offset points",
-            )  # fmt: skip
-        for start in STARTS:
-            line = [start, *(name for name, made in TRAININGS.items() if made[::2] == (start, ""))]
-            points = [(rows[n, 0.3]["cpu"], rows[n, 0.3][key]) for n in line if (n, 0.3) in rows]
-            if len(points) > 1:
-                ax.plot(*zip(*points, strict=True), "x--", color="C2", linewidth=1, zorder=0)
-        ax.set(xscale="log", title=title, xlabel="CPU seconds (* by block; ×: then recover)")
-        ax.set_xticks([200, 500, 1000, 2000], ["200", "500", "1,000", "2,000"])
-        ax.minorticks_off()
-        ax.margins(x=0.2, y=0.1)
-    axes[0].set_ylabel("KL to the dense model, nats per token")
+    found = {n: rows.get((n, 0.0 if n == DENSE else 0.3)) for n in BARS}
+    values = {BARS[name]: row["perplexity"] for name, row in found.items() if row is not None}
+    colours = ["C7", "C0", "C0", *["C2"] * (len(values) - 3)]
+    figure, ax = plt.subplots(figsize=(9, 3), layout="constrained")
+    bars = ax.barh(list(values), list(values.values()), color=colours)
+    ax.bar_label(bars, fmt="%.1f", padding=3)
+    ax.invert_yaxis()
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set(xlabel="perplexity on WikiText-2 test (lower is better)", xlim=(0, 58))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -163,5 +163,6 @@ def test_documents_show_the_rows_that_are_kept() -> None:
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    real_documents.draw(real_documents.kept(), tmp_path / "real.png")
+    rows = real_documents.equal(real_documents.kept())
+    real_documents.draw(rows, tmp_path / "real.png")
     assert (tmp_path / "real.png").read_bytes()[1:4] == b"PNG"
