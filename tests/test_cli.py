@@ -137,8 +137,8 @@ def test_json_is_one_object_on_stdout(prune, perplexity, run, tmp_path):
     assert listing["compensations"].keys() == COMPENSATIONS.keys()
     assert listing["architectures"].keys() == ARCHITECTURES.keys()
     ridge = listing["options"]["least-squares"]["ridge"]
-    assert ridge.startswith("λ relative to the mean diagonal of Gxx, at least 0; `auto`")
-    assert ridge.endswith("Default: auto in fast, 1 in balanced, else 0.01.")
+    assert ridge.startswith("λ relative to the mean diagonal of Gxx, at least 0; `energy`")
+    assert ridge.endswith("Default: auto in fast, energy in balanced, else 0.01.")
     assert listing["options"]["rcpu"] == {}
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from coec import pruning
-from coec.cli.progress import ProgressLines
+from coec.progress import ProgressLines
 from outcomes import succeeded
 from problems import failing
 

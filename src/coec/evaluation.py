@@ -19,10 +19,11 @@ from coec.config import listing
 from coec.config.evaluation import TextEvaluation
 from coec.devices import choose_device, choose_forward_dtype
 from coec.errors import ModelError, NumericalError, OptionError, first_line
-from coec.events import Progress, showing
+from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import find_model
+from coec.progress import showing
 from coec.streams.head import Prediction
 from coec.streams.self_text import continued, sample_from_model, windows_that_fit
 from coec.text.tokens import (

@@ -14,12 +14,13 @@ from coec.checkpoint.report import Report
 from coec.config import listing
 from coec.config.recipe import Recipe
 from coec.devices import versions
-from coec.events import Progress, showing
+from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.planning.kept import is_foreign
 from coec.planning.memory import placed
 from coec.planning.plan import Plan
+from coec.progress import showing
 from coec.solve import solve
 from coec.streams.importances import choose_blocks, importances
 from coec.streams.streams import Streams
@@ -80,7 +81,7 @@ def prune(
         >>> report.plan["parameters"]
     """
     recipe, out, began = Recipe(**settings), path_of(out), time.perf_counter()
-    with parallel.begun(), showing(progress, first=parallel.is_first()) as progress:
+    with parallel.begun(), showing(progress) as progress:
         dense = Dense.open(model)
         parallel.agree({"model": dense.fingerprint, **versions()})
         parallel.lead(check_output, out, dense.folder, force or unfinished(out))

@@ -4,7 +4,7 @@ import json
 import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from coec.cli.flags import Flag, spelled, switch
-from coec.events import duration, recording
+from coec.cli.signals import interruptible
+from coec.events import RESUMING, Progress, duration, recording
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,6 +32,33 @@ TRUST_REMOTE_CODE = switch(
 )
 QUIET = switch("quiet", "No progress on stderr, neither bars nor lines.")
 JSON = switch("json", "One JSON object on stdout, nothing else.")
+
+
+@contextmanager
+def showing_progress(quiet: bool = False) -> Iterator[Progress]:
+    """Show on stderr how far each phase is, and how long the rest of it takes.
+
+    A line says from where a run goes on, in any case, apart from the progress of this run.
+    """
+    from coec.progress import ProgressLines, bars  # imports torch
+
+    interruptible()
+    # Bars on a terminal, lines in a log, nothing if quiet
+    display: AbstractContextManager[Progress] = bars(notes)
+    if quiet:
+        display = nullcontext(lambda phase, count, total: None)
+    elif not notes.is_terminal:
+        display = nullcontext(ProgressLines(notes.print).advance)
+    with display as show:
+
+        def advance(phase: str, count: int, total: int) -> None:
+            if not phase.startswith(RESUMING):
+                show(phase, count, total)
+                return
+            items = phase.removeprefix(RESUMING).strip()
+            notes.print(f"resuming: {count:,} of {total:,} {items} are done")
+
+        yield advance
 
 
 def check_out(out: object, flags: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli import common
 from coec.cli.flags import Flag, argument, flags_of, given, with_flags
-from coec.cli.progress import showing_progress
 from coec.config.evaluation import TextEvaluation
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def eval_command(
     from coec.evaluation import perplexity
 
     settings = given(flags, (flag.name for flag in _FLAGS))
-    with showing_progress(flags["quiet"]) as advance:
+    with common.showing_progress(flags["quiet"]) as advance:
         result = perplexity(model, progress=advance, **settings)
     if result.same_text_as_calibration:
         common.notes.print("note: evaluated on the text it was calibrated on")

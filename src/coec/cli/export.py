@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli import common
 from coec.cli.flags import Flag, argument, given, switch, with_flags
-from coec.cli.progress import showing_progress
 from coec.exporting import GGUF_DTYPES
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def export_command(
     common.quieten()
     from coec.exporting.export import export
 
-    with showing_progress(flags["quiet"]) as advance:
+    with common.showing_progress(flags["quiet"]) as advance:
         written = export(
             model, out, progress=advance, **given(flags, (flag.name for flag in _FLAGS))
         )

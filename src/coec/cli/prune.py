@@ -20,7 +20,6 @@ from coec.cli.flags import (
     switch,
     with_flags,
 )
-from coec.cli.progress import showing_progress
 from coec.config.recipe import CoecOptions, Recipe, RidgeOptions
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def prune_command(
     if out is None or flags["dry_run"]:
         _show_plan(pruning.plan(model, **chosen), model, out, flags)
         return
-    with showing_progress(flags["quiet"] or not parallel.is_first()) as advance:
+    with common.showing_progress(flags["quiet"] or not parallel.is_first()) as advance:
         running = {"progress": advance, **given(flags, ("force", "restart")), **chosen}
         if flags["recover"] is None:
             report, lines = pruning.prune(model, out, **running), _next

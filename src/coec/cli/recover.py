@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from coec.cli import common
 from coec.cli.flags import Values, argument, flags_of, given, switch, with_flags
-from coec.cli.progress import showing_progress
 from coec.config.recovery import Recovery
 
 if TYPE_CHECKING:
@@ -49,7 +48,10 @@ def recover_command(
     from coec.recovery import recover
 
     handling = given(flags, ("force", "restart", "trust_remote_code"))
-    with showing_progress(flags["quiet"] or not parallel.is_first()) as advance, common.noting():
+    with (
+        common.showing_progress(flags["quiet"] or not parallel.is_first()) as advance,
+        common.noting(),
+    ):
         report = recover(dense, pruned, out, progress=advance, **handling, **settings)
     if parallel.is_first():
         record = {"out": report.out, **report.as_dict()}

@@ -13,8 +13,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from coec import CoecError
-from coec.cli.common import quieten, results, table
-from coec.cli.progress import showing_progress
+from coec.cli.common import quieten, results, showing_progress, table
 from coec.evaluation import perplexity
 from coec.pruning import prune
 from coec.streams.self_text import sample_from_model

@@ -16,10 +16,11 @@ from coec.checkpoint.folder import (
     resolved,
 )
 from coec.errors import OptionError, OutputError, check_installed
-from coec.events import Progress, recording, showing
+from coec.events import Progress, recording
 from coec.exporting import GGUF_DTYPES
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
+from coec.progress import showing
 
 _MAGIC = b"GGUF"
 """First bytes of the files."""

@@ -21,11 +21,12 @@ from coec.config.recipe import Recipe
 from coec.config.recovery import PassDtypeName, Recovery
 from coec.devices import computed_by
 from coec.errors import OptionError
-from coec.events import Progress, showing
+from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_digest
 from coec.planning.plan import Plan
+from coec.progress import showing
 from coec.pruning import prune
 from coec.recovery.job import Job, check_alone, check_text, identity_of, recovery_of
 from coec.recovery.plan import check_plan
@@ -161,7 +162,7 @@ def _recovered(job: Job, pieces: Journal | None, progress: Progress | bool | Non
     if agree(pieces is not None and pieces.finished):
         return replace(Report.read(job.out), model=job.dense.name)
     # The Trainer seeds the global generator: the caller's is left as it was.
-    with torch.random.fork_rng(), showing(progress, first=parallel.is_first()) as shown:
+    with torch.random.fork_rng(), showing(progress) as shown:
         account = Session(job, pieces, shown).train()
     report = replace(
         job.report, model=job.dense.name, out=str(job.out),
