@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from coec.errors import ModelError, first_line
 from coec.models import multimodal
+from coec.models.architectures import fp8_block
 from coec.models.description import (
     HEAD,
     LAYER,
@@ -30,7 +31,7 @@ from coec.models.description import (
     has_separate_head,
     language_model,
 )
-from coec.models.files import Header, opened, parse_json, read_headers
+from coec.models.files import Header, opened, parse_json, read_headers, with_scales
 from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
 from coec.models.surgery import stacked, unstacked_headers
@@ -83,8 +84,10 @@ class Dense(Description):
             return model
         folder = find_model(model)
         config = read_config(folder)
-        headers = read_headers(folder)
+        headers = with_scales(read_headers(folder), fp8_block(config))
         notes: list[str] = []
+        if scaled := sum(header.scale is not None for header in headers.values()):
+            notes.append(f"{scaled} weights are FP8 with scales: they are read as bfloat16")
         carried: dict[str, Header] = {}
         if around := multimodal.around(config, headers):
             config = language_model(config)
@@ -135,7 +138,8 @@ class Dense(Description):
         stored = {name: headers[name] for name in described.shapes}
         files = {name: header.file for name, header in stored.items()}
         stored |= carried
-        stamps = {f: _stamp(folder / f) for f in sorted({h.file for h in stored.values()})}
+        read_from = {h.file for header in stored.values() for h in (header, header.scale) if h}
+        stamps = {file: _stamp(folder / file) for file in sorted(read_from)}
         return cls(
             **vars(described) | {"around": around}, name=str(model), folder=folder.absolute(),
             files=files, stored=stored, carried=carried, stamps=stamps, dtype=dtype,
@@ -297,7 +301,7 @@ class Dense(Description):
             # Compared once it is open: a file that took its place before that has another stamp.
             if _stamp(path) != self.stamps[file]:
                 raise ModelError(f"'{path}' was changed while it was in use: run again")
-            return {name: self.stored[name].read(content) for name in names}
+            return {name: self.stored[name].read(content, self.folder) for name in names}
 
 
 def _generation_config(folder: Path) -> GenerationConfig | None:

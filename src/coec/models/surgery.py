@@ -215,6 +215,11 @@ def unstacked_headers(
         if parameter not in _STACKED or len(header.shape) != 3:
             apart[f"{prefix}{names.stored}.{suffix}" if suffix else name] = header
             continue
+        if header.dtype == "F8_E4M3":
+            raise ModelError(
+                f"{name} has all experts of a block in FP8, which is not read: give a folder with "
+                "a tensor for each expert, or in bfloat16"
+            )
         for stored, (expert, rows) in _pieces(prefix, parameter, header.shape, names).items():
             if stored in headers:
                 raise ModelError(
