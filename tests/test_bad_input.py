@@ -121,6 +121,8 @@ MULTIMODAL = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGen
         ({"quantization_config": "int4"}, r"quantised \(int4\)"),
         ({"quantization_config": {"quant_method": "gptq"}},
          r"quantised \(gptq\).*prune it, then quantise"),
+        (MULTIMODAL | {"text_config": {}, "quantization_config": {"quant_method": "fp8"}},
+         "multimodal model with quantised weights"),
         (MULTIMODAL | {"text_config": {"model_type": "llama4_text"}},
          r"multimodal model \(Gemma3.*\) whose language model 'llama4_text' is not supported"),
     ],

@@ -157,6 +157,11 @@ def language_model(config: JsonDict) -> JsonDict:
 
     Raises ModelError where that is not supported.
     """
+    if config.get("quantization_config"):
+        raise ModelError(
+            "this is a multimodal model with quantised weights, which is not read: give the "
+            "original checkpoint"
+        )
     text = multimodal.alone(config)
     listed = ARCHITECTURES.get(str(text["model_type"]))
     if listed is None:

@@ -419,6 +419,7 @@ class Plan:
         widths = [
             (name.replace("_", " "), f"{in_words(width['before'])} → {in_words(width['after'])}")
             for name, width in record["widths"].items()
+            if width["before"] != width["after"]
         ]
         good = [loader for loader, finding in self.output.loads_in.items() if finding == "yes"]
         return [
