@@ -45,6 +45,11 @@ def models(tmp_path_factory):
     }
 
 
+def within(variant):
+    """Routers that correct their scores multiply in float32, whatever the model's dtype is."""
+    return 1e-5 if variant in GROUPED else 1e-10
+
+
 def corrected(variant, **changes):
     """Make a tiny model; a router's corrections are of the size of its scores."""
     model = tm.tiny(variant, **changes)
@@ -142,13 +147,16 @@ def test_what_is_written_is_the_dense_model_whose_router_never_picks_them(
     report = coec.prune(models[variant], tmp_path / "out", **TEXT, **settings, calibration=tokens)
     loaded, kept = tm.load(tmp_path / "out"), load_file(tmp_path / "out/coec/kept.safetensors")
     masked = silence(tm.load(models[variant]), kept)
-    torch.testing.assert_close(tm.logits(loaded), tm.logits(masked), rtol=0, atol=1e-10)
+    torch.testing.assert_close(tm.logits(loaded), tm.logits(masked), rtol=0, atol=within(variant))
     assert float((tm.logits(tm.load(models[variant])) - tm.logits(loaded)).abs().max()) > 1e-3
     assert type(loaded) is type(masked)
     assert loaded.config.num_experts_per_tok == 2
     remaining = round(4 * (1 - share))
     assert report.plan["widths"]["whole_experts"] == {"before": 4, "after": remaining}
-    assert sum(p.numel() for p in loaded.parameters()) == report.plan["parameters"]["after"]
+    stored = sum(
+        tensor.numel() for tensor in loaded.state_dict().values()
+    )  # corrections are buffers
+    assert stored == report.plan["parameters"]["after"]
     network = Dense.open(tmp_path / "out").network(torch.device("cpu"), torch.float64)
     assert torch.equal(tm.logits(network), tm.logits(loaded))
 
@@ -177,7 +185,7 @@ def test_the_others_are_narrowed_as_if_none_had_gone(variant, models, tokens, tm
             spread[:, site.kept_columns(KeptSet(kept[site.key], site.units)).indices] = written
             weight.copy_(spread)
     logits = tm.logits(tm.load(tmp_path / "both"))
-    torch.testing.assert_close(logits, tm.logits(masked), rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits, tm.logits(masked), rtol=0, atol=within(variant))
     assert report.plan["parameters"]["after"] == pruned.parameters
 
 
@@ -189,7 +197,7 @@ def test_every_group_of_experts_keeps_the_same_number(variant, tokens, tmp_path)
     loaded, kept = tm.load(tmp_path / "out"), load_file(tmp_path / "out/coec/kept.safetensors")
     assert [(ids < 4).sum() for ids in (kept["layers.1.experts"],)] == [2]
     masked = silence(tm.load(model), kept)
-    torch.testing.assert_close(tm.logits(loaded), tm.logits(masked), rtol=0, atol=1e-10)
+    torch.testing.assert_close(tm.logits(loaded), tm.logits(masked), rtol=0, atol=within(variant))
     assert (loaded.config.n_routed_experts, loaded.config.n_group) == (4, 2)
 
 
@@ -240,7 +248,7 @@ def test_an_expert_without_tokens_goes_first(models, tmp_path):
     ("variant", "changes"),
     [
         ("llama", {}), ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
-        *((variant, {"n_routed_experts": 16, "n_group": 8}) for variant in GROUPED),  # of two, one
+        *((variant, {"n_routed_experts": 8, "n_group": 8}) for variant in GROUPED),  # groups of one
     ],
 )  # fmt: skip
 def test_a_model_without_experts_that_may_go_keeps_them(variant, changes):
@@ -265,7 +273,8 @@ def test_both_names_of_their_number_are_rewritten():
 
 @pytest.mark.parametrize("variant", EXPERTS)
 def test_a_budget_counts_the_experts_that_go(variant):
-    config = tm.raw_config(variant, moe_intermediate_size=256, intermediate_size=256)
+    one_group = ONE_GROUP if variant in GROUPED else {}
+    config = tm.raw_config(variant, moe_intermediate_size=256, intermediate_size=256, **one_group)
     described = Description.of(config)
     plan = coec.plan(described, expert_sparsity=0.25, budget=0.6)
     assert plan.parameters_after <= 0.6 * plan.parameters_before

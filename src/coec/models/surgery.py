@@ -91,11 +91,12 @@ def channel_units(
     """
     factors = dict.fromkeys(tensors, torch.ones((), dtype=torch.float64))
     for site in sites:
-        up = site.producers[-1].tensor
-        if site.value is not None or len(site.producers) < 2 or up not in tensors:
-            continue  # nothing but a linear row between its inputs and the consumer
+        weights = [r.tensor for r in site.producers if r.tensor.endswith("weight")]
+        up = weights[-1]
+        if site.value is not None or len(weights) < 2 or up not in tensors:
+            continue  # attention, an MLP without a gate, an expert that is gone
         # In a matrix of both, the up projection is the second half.
-        first = len(tensors[up]) // 2 if up == site.producers[0].tensor else 0
+        first = len(tensors[up]) // 2 if up == weights[0] else 0
         sizes = tensors[up][first:].double().square().mean(dim=1).sqrt()
         c = torch.where(sizes > 0, sizes, 1.0).log2().round().exp2()
         rows = torch.cat([torch.ones(first, dtype=c.dtype), 1 / c.cpu()])
