@@ -183,20 +183,13 @@ def unstacked(state: Mapping[str, Tensor], names: ExpertNames | None) -> dict[st
         return dict(state)
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        prefix, suffix = _split(name, names.module)
-        parameter = suffix.removeprefix("experts.")
-        if parameter.startswith("0."):
+        if _split(name, names.module)[1].startswith("experts.0."):
             raise ModelError(
                 "models of experts need transformers 5: the installed release has a module for "
                 "each, whose inputs come without the router's weights"
             )
-        if not suffix:
-            tensors[name] = tensor
-        elif parameter in _STACKED:
-            for stored, (expert, rows) in _pieces(prefix, parameter, tensor.shape, names).items():
-                tensors[stored] = tensor[expert, rows].contiguous()
-        else:
-            tensors[f"{prefix}{names.stored}.{suffix}"] = tensor
+        for stored, piece in _parts(name, tensor.shape, names).items():
+            tensors[stored] = tensor if piece is None else tensor[piece].contiguous()
     return tensors
 
 
@@ -211,33 +204,37 @@ def unstacked_headers(
         return dict(headers)
     apart: dict[str, Header] = {}
     for name, header in headers.items():
-        prefix, suffix = _split(name, names.module)
-        parameter = suffix.removeprefix("experts.")
-        if parameter not in _STACKED or len(header.shape) != 3:
-            apart[f"{prefix}{names.stored}.{suffix}" if suffix else name] = header
-            continue
-        if header.dtype == "F8_E4M3":
-            raise ModelError(
-                f"{name} has all experts of a block in FP8, which is not read: give a folder with "
-                "a tensor for each expert, or in bfloat16"
-            )
-        for stored, (expert, rows) in _pieces(prefix, parameter, header.shape, names).items():
+        for stored, piece in _parts(name, header.shape, names).items():
+            if piece is None:
+                apart[stored] = header
+                continue
+            if header.dtype == "F8_E4M3":
+                raise ModelError(
+                    f"{name} has all experts of a block in FP8, which is not read: give a folder "
+                    "with a tensor for each expert, or in bfloat16"
+                )
             if stored in headers:
                 raise ModelError(
                     f"{stored} is in the files by itself and in {name}: loaders differ in which "
                     "they read"
                 )
-            shape = rows.stop - rows.start, header.shape[2]
-            apart[stored] = replace(header, shape=shape, piece=(expert, rows))
+            shape = piece[1].stop - piece[1].start, header.shape[2]
+            apart[stored] = replace(header, shape=shape, piece=piece)
     return apart
 
 
-def _pieces(
-    prefix: str, parameter: str, shape: Sequence[int], names: ExpertNames
-) -> dict[str, tuple[int, slice]]:
-    """Return where every expert's projections are in the tensor of all experts, by their names in
-    a checkpoint: the gate projection is the first half of the rows, the up projection the second.
+def _parts(
+    name: str, shape: Sequence[int], names: ExpertNames
+) -> dict[str, tuple[int, slice] | None]:
+    """Return the tensors of a checkpoint that a tensor of a running model becomes, by name: itself,
+    or where every expert's projections are in the tensor of all experts.
+
+    The gate projection is the first half of the rows, the up projection the second.
     """
+    prefix, suffix = _split(name, names.module)
+    parameter = suffix.removeprefix("experts.")
+    if parameter not in _STACKED or len(shape) != 3:
+        return {f"{prefix}{names.stored}.{suffix}" if suffix else name: None}
     modules = (names.gate, names.up) if parameter == _STACKED[0] else (names.down,)
     experts, rows = shape[0], shape[1] // len(modules)
     return {

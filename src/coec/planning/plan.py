@@ -1,6 +1,6 @@
 """The plan: how many units stay, in which format, where and in which dtypes it is computed."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -365,17 +365,6 @@ class Plan:
         """Parameters of the pruned model, tied ones once."""
         return sum(self.pruned_shapes[name].numel() for name in self.stored_names.values())
 
-    def active(self, shapes: Mapping[str, torch.Size], experts: int) -> int:
-        """Return how many of these parameters a token passes: the chosen experts alone.
-
-        Args:
-            shapes: of the tensors of a model.
-            experts: their number in a block.
-        """
-        inside = sum(shape.numel() for name, shape in shapes.items() if ".experts." in name)
-        idle = 1 - int(self.model.config["num_experts_per_tok"]) / experts if inside else 0
-        return round(sum(shape.numel() for shape in shapes.values()) - inside * idle)
-
     @cached_property
     def stored_names(self) -> dict[str, str]:
         """Names of the tensors of the result, and their names before blocks were dropped."""
@@ -465,11 +454,18 @@ class Plan:
         }
 
     def _active(self) -> dict[str, int]:
+        """Return the parameters that one token passes: of the experts the chosen ones alone."""
+        chosen = int(self.model.config["num_experts_per_tok"])
         after = {stored: self.pruned_shapes[name] for stored, name in self.stored_names.items()}
-        return {
-            "before": self.active(self.model.shapes, self.dense.experts),
-            "after": self.active(after, self.pruned.experts),
-        }
+        active = {}
+        for when, shapes, experts in (
+            ("before", self.model.shapes, self.dense.experts),
+            ("after", after, self.pruned.experts),
+        ):
+            inside = sum(shape.numel() for name, shape in shapes.items() if ".experts." in name)
+            total = sum(shape.numel() for shape in shapes.values())
+            active[when] = round(total - inside * (1 - chosen / experts))
+        return active
 
     def _removed(self, site_kind: str) -> float:
         sites = [s for block in self.blocks for s in block.sites if s.kind == site_kind]
