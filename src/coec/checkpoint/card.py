@@ -276,17 +276,19 @@ def _flag(name: str, value: Any) -> str:
     return f"--{flag} {shlex.quote(str(value))}"
 
 
+_UNITS = {
+    "mlp": "MLP channels", "shared": "MLP channels", "experts": "channels of experts",
+    "whole_experts": "experts", "kv_groups": "KV groups", "query_heads": "query heads",
+}  # fmt: skip
+"""What the card calls the units that a width counts, in its order."""
+
+
 def _units(plan: Mapping[str, Any]) -> str:
     """Return the units of which some were removed, in words."""
     changed = {name for name, width in plan["widths"].items() if width["before"] != width["after"]}
-    names = {
-        "MLP channels": changed & {"mlp", "shared"},
-        "channels of experts": changed & {"experts"},
-        "experts": changed & {"whole_experts"},
-        "KV groups": changed & {"kv_groups"},
-        "query heads": changed & {"query_heads"} if "kv_groups" not in changed else (),
-    }
-    found = [name for name, widths in names.items() if widths]
+    if "kv_groups" in changed:  # which take their query heads along
+        changed.discard("query_heads")
+    found = list(dict.fromkeys(words for name, words in _UNITS.items() if name in changed))
     if dropped := plan.get("dropped_blocks"):
         found.append(f"{len(dropped)} of {plan['layers']} blocks")
     return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
