@@ -19,6 +19,7 @@ import torch
 from coec.errors import ModelError
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Layout, Rows, Shape, Site
+from coec.models.quantised import released_in
 
 _KINDS = ("weight", "bias")
 """Tensors that a module may have."""
@@ -283,48 +284,11 @@ ARCHITECTURES = _architectures()
 ATTENTION, MLP = ARCHITECTURES["llama"].blocks.sites
 
 
-def _is_fp8(quantisation: Any) -> bool:
-    """Return whether weights are FP8 with scales, as DeepSeek and compressed-tensors write them."""
-    if not isinstance(quantisation, dict):
-        return False
-    if quantisation.get("quant_method") == "fp8":
-        return True
-    groups = quantisation.get("config_groups")
-    weights = [
-        group.get("weights") for group in groups.values() if isinstance(group, dict)
-    ] if isinstance(groups, dict) else []  # fmt: skip
-    return quantisation.get("quant_method") == "compressed-tensors" and bool(weights) and all(
-        isinstance(w, dict) and (w.get("num_bits"), w.get("type")) == (8, "float") for w in weights
-    )  # fmt: skip
-
-
-def fp8_block(config: JsonDict) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale of FP8; None for rows or whole matrices.
-
-    Raises ModelError for a `weight_block_size` that is no pair of whole numbers.
-    """
-    quantisation = config.get("quantization_config")
-    size = quantisation.get("weight_block_size") if isinstance(quantisation, dict) else None
-    if size is None:
-        return None
-    if not isinstance(size, list) or [type(n) for n in size] != [int, int] or min(size) < 1:
-        raise ModelError(f"weight_block_size in config.json is no pair of sizes: {size!r:.60}")
-    return size[0], size[1]
-
-
 def architecture_of(config: JsonDict) -> Architecture:
     """Look up the architecture of a raw configuration; raises ModelError for any other model."""
-    # Float weights, of a language model alone, that has its head, and whose type is listed
+    # Weights that can be read, of a language model alone that has its head, of a type listed
     model_type = config.get("model_type")
-    quantisation = config.get("quantization_config")
-    if quantisation and not _is_fp8(quantisation):
-        method = quantisation
-        if isinstance(quantisation, dict):
-            method = quantisation.get("quant_method", "unknown method")
-        raise ModelError(
-            f"the weights are quantised ({method}): pruning needs float weights or FP8; "
-            "use the original checkpoint, prune it, then quantise the result"
-        )
+    released_in(config)
     classes = config.get("architectures") or ["ForCausalLM"]
     classes = classes if isinstance(classes, list) else [classes]
     if config.get("is_encoder_decoder") or not any(

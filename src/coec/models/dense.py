@@ -19,7 +19,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from coec.errors import ModelError, first_line
 from coec.models import multimodal
-from coec.models.architectures import fp8_block
 from coec.models.description import (
     HEAD,
     LAYER,
@@ -31,9 +30,10 @@ from coec.models.description import (
     has_separate_head,
     language_model,
 )
-from coec.models.files import Header, opened, parse_json, read_headers, with_scales
+from coec.models.files import Header, opened, parse_json, read_headers
 from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
+from coec.models.quantised import with_scales
 from coec.models.surgery import stacked, unstacked_headers
 
 OUTSIDE = ""
@@ -84,10 +84,8 @@ class Dense(Description):
             return model
         folder = find_model(model)
         config = read_config(folder)
-        headers = with_scales(read_headers(folder), fp8_block(config))
+        headers = with_scales(read_headers(folder), config)
         notes: list[str] = []
-        if scaled := sum(header.scale is not None for header in headers.values()):
-            notes.append(f"{scaled} weights are FP8 with scales: they are read as bfloat16")
         carried: dict[str, Header] = {}
         if around := multimodal.around(config, headers):
             config = language_model(config)
@@ -113,6 +111,8 @@ class Dense(Description):
             )
         check_layers(folder, headers, config)
         described = Description.of(config)
+        if described.released:
+            notes.append(f"weights in {described.released} are read as bfloat16")
         if described.tied and has_separate_head(folder, headers):
             described = Description.of({**config, "tie_word_embeddings": False})
             notes.append(
@@ -138,7 +138,7 @@ class Dense(Description):
         stored = {name: headers[name] for name in described.shapes}
         files = {name: header.file for name, header in stored.items()}
         stored |= carried
-        read_from = {h.file for header in stored.values() for h in (header, header.scale) if h}
+        read_from = {file for header in stored.values() for file in header.files}
         stamps = {file: _stamp(folder / file) for file in sorted(read_from)}
         return cls(
             **vars(described) | {"around": around}, name=str(model), folder=folder.absolute(),

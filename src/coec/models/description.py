@@ -22,6 +22,7 @@ from coec.models.folder import CONFIG, find_model, read_config
 from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, Site, read_size
 from coec.models.multimodal import Around
 from coec.models.non_uniform import class_of
+from coec.models.quantised import QUANTISATION, released_in
 from coec.models.surgery import unstacked
 
 _Model = TypeVar("_Model", bound="Description")
@@ -53,6 +54,7 @@ class Description:
         vocabulary: number of token ids.
         tied: true if the output head is the embedding.
         around: the multimodal model that it is inside of, if it is.
+        released: format of quantised weights, which are read as bfloat16; None if they are floats.
     """
 
     config: JsonDict
@@ -64,6 +66,7 @@ class Description:
     vocabulary: int
     tied: bool
     around: Around | None
+    released: str | None
 
     @staticmethod
     def of(config: JsonDict) -> "Description":
@@ -76,7 +79,9 @@ class Description:
         architecture, shape = architecture_of(config), Shape.of(config)
         for key in LIMITS:
             read_size(config, key, 1)  # the classes below have defaults of these sizes
-        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        released = released_in(config)
+        config = {key: value for key, value in config.items() if key != QUANTISATION}
+        config |= {"dtype": "bfloat16"} if released else {}
         config = _with_both_ropes(config, architecture.rope_keys)
         config |= {DRAFTS: 0} if DRAFTS in config else {}
         model = _skeleton(_stock(config))  # is read, and not changed
@@ -102,6 +107,7 @@ class Description:
             vocabulary=read_size(read, "vocab_size"),
             tied=tied,
             around=around,
+            released=released,
         )
 
     @staticmethod
@@ -157,7 +163,7 @@ def language_model(config: JsonDict) -> JsonDict:
 
     Raises ModelError where that is not supported.
     """
-    if config.get("quantization_config"):
+    if config.get(QUANTISATION):
         raise ModelError(
             "this is a multimodal model with quantised weights, which is not read: give the "
             "original checkpoint"

@@ -9,7 +9,7 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +193,7 @@ class Header:
     """A tensor as its safetensors file declares it; the dtype by its name there.
 
     `stored` is the tensor's name there, with the prefix of a wrapper. `piece` indexes that tensor
-    if this one is a part of it. `scale` has the scales of a weight in FP8, one for every `block` of
-    rows and columns, for every row, or for all.
+    if this one is a part of it.
     """
 
     file: str
@@ -202,67 +201,20 @@ class Header:
     shape: tuple[int, ...]
     stored: str
     piece: tuple[int, slice] | None = None
-    scale: "Header | None" = None
-    block: tuple[int, int] = (1, 1)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that it is read from."""
+        return (self.file,)
 
     def read(self, content: Any, folder: Path) -> Tensor:
-        """Read the tensor from its open file, its scales from wherever they are in the folder."""
-        if self.piece is not None:
-            part: Tensor = content.get_slice(self.stored)[self.piece]
-            return part
-        whole: Tensor = content.get_tensor(self.stored)
-        if self.scale is None:
-            return whole
-        scale = read_tensor(folder / self.scale.file, self.scale.stored)
-        return scaled(whole, scale, self.block)
-
-
-def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return `W[i, j] · s[⌊i / b₀⌋, ⌊j / b₁⌋]` of a weight in FP8 and its scales, in bfloat16.
-
-    Source: DeepSeek-AI 2024 (`weight_scale_inv`); compressed-tensors (`weight_scale`), whose blocks
-    are rows or the whole matrix.
-    """
-    scale = scale.to(torch.float32).reshape(len(scale) if scale.ndim else 1, -1)
-    rows, columns = (
-        torch.arange(size) // each for size, each in zip(weight.shape, block, strict=True)
-    )
-    return (weight.to(torch.float32) * scale[rows][:, columns]).to(torch.bfloat16)
-
-
-_SCALES = ("_scale_inv", "_scale")
-"""What follows a weight's name in the name of its scales."""
-
-
-def with_scales(headers: dict[str, Header], block: tuple[int, int] | None) -> dict[str, Header]:
-    """Pair every weight in FP8 with its scales; it reads as bfloat16.
-
-    Args:
-        headers: of all tensors by name.
-        block: rows and columns that share a scale; None if rows or whole matrices do.
-
-    Raises:
-        ModelError: scales have another shape than the blocks of their weight.
-    """
-    paired = dict(headers)
-    for name, header in headers.items():
-        scale = next((headers[name + end] for end in _SCALES if name + end in headers), None)
-        if header.dtype != "F8_E4M3" or scale is None or len(header.shape) != 2:
-            continue  # refused with all weights that are no floats
-        rows, columns = header.shape
-        each = block or (rows if math.prod(scale.shape) == 1 else 1, columns)
-        expected = tuple(-(-size // n) for size, n in zip(header.shape, each, strict=True))
-        if math.prod(scale.shape) != math.prod(expected) or scale.shape[:1] not in (
-            (),
-            expected[:1],
-        ):
-            raise ModelError(
-                f"{scale.stored} in '{scale.file}' has shape {scale.shape}, and the blocks of "
-                f"{each[0]} × {each[1]} of its weight have {expected}: download it again, or mend "
-                "quantization_config"
-            )
-        paired[name] = replace(header, dtype="BF16", scale=scale, block=each)
-    return paired
+        """Read the tensor from its open file; what else it needs from other files of the folder."""
+        tensor: Tensor = (
+            content.get_tensor(self.stored)
+            if self.piece is None
+            else content.get_slice(self.stored)[self.piece]
+        )
+        return tensor
 
 
 def read_headers(folder: Path) -> dict[str, Header]:

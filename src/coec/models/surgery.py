@@ -208,11 +208,6 @@ def unstacked_headers(
             if piece is None:
                 apart[stored] = header
                 continue
-            if header.dtype == "F8_E4M3":
-                raise ModelError(
-                    f"{name} has all experts of a block in FP8, which is not read: give a folder "
-                    "with a tensor for each expert, or in bfloat16"
-                )
             if stored in headers:
                 raise ModelError(
                     f"{stored} is in the files by itself and in {name}: loaders differ in which "

@@ -390,8 +390,12 @@ class Plan:
             "the calibration text decides the widths of every block; these are uniform ones with "
             "the same number of parameters",
         )  # fmt: skip
+        released = () if self.model.released is None else (
+            f"the weights are released in {self.model.released}, and {dtype_name(self.written)} is "
+            "written: quantise the result again if it is to be as small (docs/QUANTISE.md)",
+        )  # fmt: skip
         notes = notes_of(self.model, self.recipe, self.kept, self.shares, self.widths, self.tokens)
-        return (*self.remarks, *undecided, *notes)
+        return (*self.remarks, *released, *undecided, *notes)
 
     def __repr__(self) -> str:
         rows = self._summary()
