@@ -31,6 +31,7 @@ from coec.models.surgery import (
     cast,
     channel_units,
     cut_block,
+    dtype_of,
     value_rows,
     without_experts,
 )
@@ -118,7 +119,7 @@ def _solve_in_sequence(
 ) -> SolvedBlock:
     """Select and compensate every site of a block on the inputs that the pruned model has there."""
     cuts, rows = [], []
-    written = {name: tensor.to(plan.written) for name, tensor in tensors.items()}
+    written = {n: tensor.to(dtype_of(n, plan.written)) for n, tensor in tensors.items()}
     for number, site in enumerate(block.sites):
         # No name for the sums here: they are freed before the next site is measured.
         cut, row = parallel.lead(_fitted, site, tensors, streams.site_sums(block, number), plan)
@@ -260,9 +261,10 @@ def _trained(
     """Return a solved block, trained as a whole; its last row notes the training."""
     block, tensors, row = solved.block, solved.tensors, solved.rows[-1]
     began = time.perf_counter()
+    written = {name: dtype_of(name, plan.written) for name in tensors}
     plain = Training(
         relative_error(examples, plan.device), plan.recipe.reconstruct, RATE,
-        nth_seed(plan.recipe.seed, block.index), plan.written,
+        nth_seed(plan.recipe.seed, block.index), written,
     )  # fmt: skip
     stages = [("reconstruction", plain)]
     if block.index == len(plan.model.layout.blocks) - 1:
@@ -289,8 +291,7 @@ def _trained(
                 trained = train_block(function, start, examples, validation, training)
                 if trained.taken:
                     tensors = {
-                        n: cast(p / units[n].to(p), plan.written, n)
-                        for n, p in trained.theta.items()
+                        n: cast(p / units[n].to(p), written[n], n) for n, p in trained.theta.items()
                     }
                 row[name] = trained.record() | {"rate": training.rate}
             except NumericalError as error:

@@ -42,7 +42,8 @@ def examples(count=48, *, length=LENGTH, seed=0, W=None, noise=0.0):
 
 def trained(windows, validation=(), block=linear, start=None, objective=None, **more):
     start = {"W": random(H, H, seed=3)} if start is None else start
-    how = {"passes": 4, "rate": 0.1, "seed": 0, "written": torch.float32, **more}
+    written = dict.fromkeys(start, torch.float32)
+    how = {"passes": 4, "rate": 0.1, "seed": 0, "written": written, **more}
     objective = objective or relative_error(windows, CPU)
     return train_block(block, start, windows, validation, Training(objective, **how))
 
@@ -134,12 +135,12 @@ def test_what_is_measured_is_what_will_be_written():
     """A change too small for the output's digits is none."""
     start = {"W": random(H, H, seed=3).bfloat16().float()}
     small = {"start": start, "rate": 1e-6, "passes": 3}
-    narrow = trained(examples(), written=torch.bfloat16, **small)
+    narrow = trained(examples(), written={"W": torch.bfloat16}, **small)
     assert narrow.taken == 0
     assert len(set(narrow.errors)) == 1
     assert narrow.fitted == pytest.approx(narrow.errors[1:], rel=1e-4)
     assert trained(examples(), **small).taken
-    last = trained(examples(), written=torch.bfloat16, passes=8)
+    last = trained(examples(), written={"W": torch.bfloat16}, passes=8)
     rounded = last.theta["W"].bfloat16().float()
     assert not torch.equal(rounded, last.theta["W"])
     objective = relative_error(examples(), CPU)

@@ -155,3 +155,24 @@ def test_the_smallest_fraction_counts_experts_channels_by_eights(tmp_path):
         coec.plan(model, sparsity=0.05)
     assert coec.plan(model, sparsity=0.25, preset="paper").pruned.kv_heads == 3
     assert coec.plan(model, sparsity=0.34, attention_sparsity=0).pruned.expert_ffn == 16
+
+
+@pytest.mark.unchecked  # whole models
+@pytest.mark.parametrize("preset", ["fast", "balanced"])
+def test_corrections_of_a_router_stay_float32_next_to_bfloat16(preset, tokens, tmp_path):
+    """As GLM 4.5 and DeepSeek V3 are released; rounding them changes which experts are chosen."""
+    sizes = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}
+    folder = tm.save(tm.tiny("glm4_moe", torch.bfloat16, **sizes), tmp_path / "model")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    fine = 8 + torch.tensor([0.001, 0.002, 0.003, 0.004])  # one number in bfloat16
+    tm.edit_weights(folder, lambda weights: weights | {name: fine})
+    dense = Dense.open(folder)
+    assert dense.dtype == torch.bfloat16
+    network = dense.network(torch.device("cpu"), torch.bfloat16)
+    assert torch.equal(network.get_buffer(name), fine)
+    coec.prune(folder, tmp_path / "out", calibration=tokens, preset=preset, samples=16, seq_len=32,
+               sparsity=0.5, forward_dtype="bfloat16", device="cpu")  # fmt: skip
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(written.pop(name), fine)
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert Dense.open(tmp_path / "out").dtype == torch.bfloat16

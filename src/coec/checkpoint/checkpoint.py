@@ -38,6 +38,7 @@ from coec.models.files import (
 from coec.models.folder import CONFIG, carried_files, carry_files
 from coec.models.formats import without_blocks
 from coec.models.layout import BlockLayout
+from coec.models.surgery import dtype_of
 from coec.planning.kept import KEPT
 from coec.planning.memory import disk
 from coec.planning.plan import Plan
@@ -152,7 +153,9 @@ class Checkpoint:
         stored = dense.around.stored if dense.around else str
         self._names = {stored(written): name for written, name in plan.stored_names.items()}
         state = {
-            whole: torch.empty(plan.pruned_shapes[name], dtype=plan.written, device="meta")
+            whole: torch.empty(
+                plan.pruned_shapes[name], dtype=dtype_of(name, plan.written), device="meta"
+            )
             for whole, name in self._names.items()
         }
         for name, header in dense.carried.items():

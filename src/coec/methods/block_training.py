@@ -5,7 +5,7 @@ and no derivative is written by hand (METHODS §8).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class Training:
         passes: over the examples.
         rate: learning rate, relative to the size of a matrix.
         seed: draws the order of the examples in every pass.
-        written: dtype to which the weights are rounded before their error is measured.
+        written: dtype to which every weight is rounded before the error is measured, by its name.
         ends_when_worse: end with a pass that leaves the validation error above the start's.
     """
 
@@ -61,7 +61,7 @@ class Training:
     passes: int
     rate: float
     seed: int
-    written: torch.dtype
+    written: Mapping[str, torch.dtype]
     ends_when_worse: bool = False
 
 
@@ -149,7 +149,8 @@ def train_block(
 
     def validation_error(at: Theta) -> float:
         # Measured as it will be written, rounded to the output dtype.
-        rounded = {name: p.detach().to(training.written).to(p.dtype) for name, p in at.items()}
+        written = training.written
+        rounded = {name: p.detach().to(written[name]).to(p.dtype) for name, p in at.items()}
         windows, tokens = validation or examples, 0
         total = torch.zeros((), dtype=torch.float64, device=device)
         with torch.no_grad():

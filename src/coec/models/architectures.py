@@ -117,8 +117,9 @@ class SitePattern:
         return [Rows(tensor, *ends) for ends in zip(starts, [*starts[1:], rows], strict=True)]
 
 
-_CORRECTION = "e_score_correction_bias"
-"""Tensor of a router that is added to its scores where experts are chosen."""
+CORRECTION = "e_score_correction_bias"
+"""Tensor of a router that is added to its scores where experts are chosen. The choice depends on
+small differences: it is float32 at least, as it is released, while the weights are narrower."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class BlockPattern:
         if self.experts is None:
             return ()
         module = f"{prefix}{self.experts.stored}.{self.experts.router}."
-        names = (name for name in (f"{module}weight", f"{module}{_CORRECTION}") if name in shapes)
+        names = (name for name in (f"{module}weight", f"{module}{CORRECTION}") if name in shapes)
         return tuple(Rows(name, 0, shapes[name][0]) for name in names)
 
 

@@ -34,7 +34,7 @@ from coec.models.files import Header, opened, parse_json, read_headers
 from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
 from coec.models.quantised import with_scales
-from coec.models.surgery import stacked, unstacked_headers
+from coec.models.surgery import dtype_of, stacked, unstacked_headers
 
 OUTSIDE = ""
 """Stands for the weights outside of all blocks, instead of a block's prefix."""
@@ -264,7 +264,7 @@ class Dense(Description):
         read = self._noted if noted else self._read
         state = {
             # copied, since a mapped file may go
-            name: _finite(tensor, name, file).to(device, dtype, copy=True)
+            name: _finite(tensor, name, file).to(device, dtype_of(name, dtype), copy=True)
             for file, names in self._names_by_file.items()
             for name, tensor in read(file, names).items()
         }

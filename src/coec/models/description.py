@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from coec.errors import ModelError
 from coec.models import multimodal
-from coec.models.architectures import ARCHITECTURES, Architecture, architecture_of
+from coec.models.architectures import ARCHITECTURES, CORRECTION, Architecture, architecture_of
 from coec.models.files import FLOAT_DTYPES, Header, JsonDict, read_tensor
 from coec.models.folder import CONFIG, find_model, read_config
 from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, Site, read_size
@@ -323,7 +323,10 @@ def has_separate_head(folder: Path, headers: Mapping[str, Header]) -> bool:
 def check_headers(
     folder: Path, headers: Mapping[str, Header], expected: Mapping[str, torch.Size]
 ) -> torch.dtype:
-    """Check every tensor by its header; returns the narrowest dtype that holds all."""
+    """Check every tensor by its header; return the narrowest dtype that holds all weights.
+
+    Corrections of a router are left out: they are float32 next to narrower weights.
+    """
     missing = [name for name in expected if name not in headers]
     if missing:
         raise ModelError(
@@ -350,5 +353,6 @@ def check_headers(
             raise ModelError(
                 f"{place} has shape {header.shape}, config.json says {tuple(expected[name])}{empty}"
             )
-    dtypes = {FLOAT_DTYPES[headers[name].dtype] for name in expected}
+    weights = [name for name in expected if not name.endswith(CORRECTION)]
+    dtypes = {FLOAT_DTYPES[headers[name].dtype] for name in weights}
     return functools.reduce(torch.promote_types, sorted(dtypes, key=str))

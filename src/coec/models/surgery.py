@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from coec.errors import ModelError, NumericalError
-from coec.models.architectures import ExpertNames
+from coec.models.architectures import CORRECTION, ExpertNames
 from coec.models.files import Header
 from coec.models.layout import BlockLayout, Rows, Site
 from coec.types import KeptSet, SiteResult
@@ -41,7 +41,7 @@ def cut_block(
     A site that keeps everything and has no new weight keeps its tensors as they are, bit for bit.
     Raises NumericalError if a compensated weight does not fit `dtype`.
     """
-    out = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    out = {name: tensor.to(dtype_of(name, dtype)) for name, tensor in tensors.items()}
     # Producers by tensor: several sites or projections may own rows of the same one.
     owned: dict[str, list[tuple[Rows, KeptSet]]] = {}
     for cut in cuts:
@@ -59,6 +59,12 @@ def cut_block(
             bias = with_bias(cut.result.bias, tensors.get(site.bias))
             out[site.bias] = cast(bias, dtype, site.consumer)
     return out
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor among weights in `dtype`: at least float32 for corrections."""
+    corrects = name.endswith(CORRECTION)
+    return torch.promote_types(dtype, torch.float32) if corrects else dtype
 
 
 def without_experts(

@@ -19,7 +19,7 @@ from coec.devices import AHEAD, hand_back
 from coec.errors import ModelError
 from coec.models.description import Description, compute_buffers
 from coec.models.layout import BlockLayout, Site
-from coec.models.surgery import stacked
+from coec.models.surgery import dtype_of, stacked
 
 HOST = torch.device("cpu")
 State = Float[Tensor, "_ length hidden"]
@@ -123,7 +123,7 @@ class Layers:
         """Give a layer its weights, by full names; `partial`: some of them may be missing."""
         local = {name.removeprefix(block.prefix): tensor for name, tensor in tensors.items()}
         state = stacked(local, self._experts)
-        state = {name: tensor.to(self._device, self._dtype) for name, tensor in state.items()}
+        state = {n: t.to(self._device, dtype_of(n, self._dtype)) for n, t in state.items()}
         self.modules[block.index].load_state_dict(state, assign=True, strict=not partial)
 
     def function(self, block: BlockLayout) -> Callable[[Mapping[str, Tensor], State], State]:
@@ -135,7 +135,10 @@ class Layers:
 
         def run(tensors: Mapping[str, Tensor], state: State) -> State:
             self.note_calls(*state.shape[:2])
-            local = {n.removeprefix(block.prefix): t.to(self._dtype) for n, t in tensors.items()}
+            local = {
+                name.removeprefix(block.prefix): tensor.to(dtype_of(name, self._dtype))
+                for name, tensor in tensors.items()
+            }
             weights = stacked(local, self._experts)
             return self.call(
                 lambda *args, **kwargs: functional_call(layer, weights, args, kwargs),
