@@ -296,6 +296,52 @@ def test_a_plan_has_the_parameters_that_one_token_passes():
     assert coec.plan(Description.of(tm.raw_config()), preset="paper").record()["active"] is None
 
 
+ACTIVE = {"preset": "paper", "attention_sparsity": 0, "multiple_of": 1}
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_a_budget_of_active_parameters_is_of_what_one_token_passes(variant):
+    config = tm.raw_config(variant, moe_intermediate_size=256, intermediate_size=256)
+    described = Description.of(config)
+    active = (plan := coec.plan(described, budget_active=0.8, **ACTIVE)).record()["active"]
+    assert plan.widths.removed(plan.costs) == active["before"] - active["after"]
+    # Experts lose eight of 256 channels at a time.
+    assert 0.77 * active["before"] < active["after"] <= 0.8 * active["before"]
+    number = int(0.8 * active["before"])
+    assert coec.plan(described, budget_active=number, **ACTIVE).widths == plan.widths
+    whole = coec.plan(described, budget=0.8, **ACTIVE)
+    assert whole.parameters_after > plan.parameters_after
+
+
+def test_whole_experts_that_go_leave_active_parameters_as_they_are():
+    described = Description.of(tm.raw_config("mixtral", intermediate_size=256))
+    fewer, all_ = (coec.plan(described, budget_active=0.8, expert_sparsity=share, **ACTIVE)
+                   for share in (0.25, 0))  # fmt: skip
+    assert fewer.parameters_after < 0.8 * all_.parameters_after
+    assert fewer.record()["active"]["after"] <= 0.8 * fewer.record()["active"]["before"]
+    assert fewer.pruned.ffn - all_.pruned.ffn in (0, 8)  # a row of the router
+
+
+def test_a_dropped_block_counts_with_the_experts_that_a_token_passes():
+    config = tm.raw_config("mixtral", intermediate_size=256, num_hidden_layers=4)
+    settings = {"preset": "balanced", "multiple_of": 1, "drop_blocks": 1}
+    plan = coec.plan(Description.of(config), budget_active=0.6, **settings)
+    active = plan.record()["active"]
+    removed = plan.widths.removed(plan.costs, plan.dropped)
+    assert removed == active["before"] - active["after"] >= 0.4 * active["before"]
+
+
+@pytest.mark.parametrize("budget", [1.0, 10**9, 1])
+def test_a_budget_of_active_parameters_that_removes_nothing_or_all_is_refused(budget):
+    with pytest.raises(OptionError, match=r"^budget_active = "):
+        coec.plan(Description.of(tm.raw_config("mixtral")), budget_active=budget)
+
+
+def test_a_model_without_experts_has_no_budget_of_active_parameters():
+    with pytest.raises(OptionError, match=r"^budget_active .*llama has none: give budget = 0.8"):
+        coec.plan(Description.of(tm.raw_config()), budget_active=0.8)
+
+
 def test_an_interrupted_run_goes_on_with_the_same_share_only(mixtral, tmp_path, monkeypatch):
     interrupt(monkeypatch, mixtral, tmp_path / "out", expert_sparsity=0.25)
     with pytest.raises(UnfinishedError, match="expert_sparsity"):

@@ -90,7 +90,7 @@ def test_defaults_without_effect_are_left_out():
         {"compensation": "magic"}, {"device": ""}, {"device": []}, {"trust_remote_code": 1},
         {"dtype": "int8"}, {"text_column": ""}, {"preset": "best"}, {"target": "ollama"},
         {"tensor_parallel": 0}, {"drop_blocks": -1}, {"budget": "much"}, {"budget": 0},
-        {"budget": 1.5}, {"budget": True},
+        {"budget": 1.5}, {"budget": True}, {"budget_active": "16GB"}, {"budget_active": 0},
         {"budget": math.inf}, {"budget": 10**400}, {"budget": math.nan},
     ],
 )  # fmt: skip
@@ -147,6 +147,8 @@ def test_an_option_of_another_compensation_names_it(settings, instead):
     [
         ({"context": 1000}, "context"), ({"context": 1000, "budget": 0.8}, "context"),
         ({"budget": 0.8, "sparsity": 0.5}, "sparsity"),
+        ({"budget_active": 0.8, "sparsity": 0.5}, "sparsity"),
+        ({"budget_active": 0.8, "budget": 0.8}, "budget and budget_active"),
         ({"preset": "paper", "holdout": 0.2}, "holdout"),
         ({"preset": "paper", "drop_blocks": 1}, "drop_blocks"),
         ({"preset": "paper", "alpha": 0.0, "kappa": 5.0}, "kappa"),

@@ -232,7 +232,7 @@ def _command(report: Report) -> str:
         were = f"{' and '.join(by_hand)} {'were' if len(by_hand) > 1 else 'was'}"
         return f"No command makes it again: {were} given from Python."
     settings = {"preset": recipe["preset"], "sparsity": recipe["sparsity"], **changed(recipe)}
-    if recipe["budget"] is not None:
+    if any(recipe[name] is not None for name in ("budget", "budget_active")):
         del settings["sparsity"]
     kept = ""
     if recipe["kept"] is not None:

@@ -76,6 +76,9 @@ class Recipe(Settings):
     """What the pruned model may take, instead of a sparsity: a share of the parameters (0.8), their
     number (5600000000), or the memory of a server (16GB, 14.5GiB) for the weights as written and
     the keys and values of `context` tokens. Attention is kept if the budget can be met so."""
+    budget_active: str | None = setting(None, otherwise="what sparsity leaves")
+    """What the parameters that one token passes may be, those of its chosen experts among them,
+    instead of a sparsity: a share of them (0.8) or their number."""
     context: int = setting(8192, ge=1)
     """Number of tokens, over all sequences, whose keys and values a budget of memory includes."""
     by_block: bool = False
@@ -155,7 +158,7 @@ class Recipe(Settings):
     def _path_as_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
 
-    @field_validator("multiple_of", "budget", mode="before")
+    @field_validator("multiple_of", "budget", "budget_active", mode="before")
     @classmethod
     def _number_as_text(cls, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -175,6 +178,19 @@ class Recipe(Settings):
         if budget is not None and not memory_size(budget) and not parameter_count(budget):
             raise ValueError("be a share such as 0.8, a number of parameters, or a size like 16GB")
         return budget
+
+    @field_validator("budget_active")
+    @classmethod
+    def _is_count(cls, budget: str | None) -> str | None:
+        if budget is not None and not parameter_count(budget):
+            raise ValueError("be a share such as 0.8, or a number of parameters")
+        return budget
+
+    @property
+    def limit(self) -> tuple[str, str] | None:
+        """Name and value of the budget that is given; None if there is none."""
+        limits = {"budget": self.budget, "budget_active": self.budget_active}
+        return next(((name, value) for name, value in limits.items() if value is not None), None)
 
     @property
     def multiple(self) -> int | None:
@@ -271,8 +287,10 @@ def _check_together(recipe: Recipe) -> None:
     given = recipe.model_fields_set
     if "context" in given and not memory_size(recipe.budget or ""):
         raise without_effect("context", "no budget of memory, such as 16GB")
-    if recipe.budget is not None and "sparsity" in given:
-        raise without_effect("sparsity", f"budget = {recipe.budget}")
+    if recipe.budget is not None and recipe.budget_active is not None:
+        raise OptionError("budget and budget_active are both a budget: give one of them")
+    if recipe.limit is not None and "sparsity" in given:
+        raise without_effect("sparsity", " = ".join(recipe.limit))
     if "holdout" in given and recipe.holdout and not recipe.sequential:
         raise without_effect("holdout", "neither propagate nor reconstruct")
     if recipe.drop_blocks and not recipe.sequential:

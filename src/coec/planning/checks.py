@@ -50,6 +50,11 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
         )
     if recipe.attention_units == "heads":
         _check_heads(model)
+    if recipe.budget_active is not None and not model.layout.experts:
+        raise OptionError(
+            f"budget_active counts the experts that a token passes, and {name} has none: give "
+            f"budget = {recipe.budget_active} instead"
+        )
     if recipe.expert_sparsity:
         _check_experts(model, recipe.expert_sparsity)
     if recipe.drop_blocks and recipe.drop_blocks > model.shape.layers - 2:

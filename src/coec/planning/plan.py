@@ -160,12 +160,12 @@ class Plan:
         if budget is None:
             widths = uniform(layout, self.shares, self.kept, fewer_blocks=bool(self.dropped))
             return self._with(widths)
-        removed = costs.whole - budget
+        removed, said = costs.whole - budget, " = ".join(self.recipe.limit or ())
         inside = sum(costs.block(layout.blocks[n]) for n in self.dropped)
         if not self.chosen and removed <= inside:
             raise OptionError(
-                f"drop_blocks = {len(self.dropped)} alone leaves fewer parameters than budget = "
-                f"{self.recipe.budget}: leave out one of the two"
+                f"drop_blocks = {len(self.dropped)} alone leaves fewer parameters than {said}: "
+                "leave out one of the two"
             )
         given = "attention_sparsity" in self.recipe.model_fields_set
         # Attention stays whole if the budget can be met so → the same fraction of both
@@ -181,14 +181,14 @@ class Plan:
             if shares is None:
                 vocabulary = self.model.vocabulary_parameters / self.model.parameters
                 raise OptionError(
-                    f"budget = {self.recipe.budget} cannot be met, however much is removed "
+                    f"{said} cannot be met, however much is removed "
                     f"(embedding and head, which stay, are {vocabulary:.0%} of the parameters): "
                     "allow more, or take a smaller multiple_of"
                 )
             widths = uniform(layout, shares, self.kept, fewer_blocks=bool(self.dropped))
             plan = replace(self, shares=shares)._with(widths)
             if way and len(ways) > 1:
-                remark = f"attention loses units too: budget = {self.recipe.budget} cannot be met "
+                remark = f"attention loses units too: {said} cannot be met "
                 plan = replace(plan, remarks=(remark + "by MLP channels alone",))
             if plan.size_after <= budget:
                 return plan
@@ -274,14 +274,16 @@ class Plan:
     def costs(self) -> Costs:
         """Sizes in which a budget counts: of memory, with the keys and values of `context`."""
         in_memory = self.recipe.budget is not None and memory_size(self.recipe.budget)
-        return Costs(self.model, self.recipe.context if in_memory else 0)
+        active = self.recipe.budget_active is not None
+        return Costs(self.model, self.recipe.context if in_memory else 0, active)
 
     @property
     def size_after(self) -> int:
         """Size of the pruned model in what a budget counts."""
         staying = [block.index for block in self.blocks]
         cached = replace(self.model, shape=self.pruned).cached(staying)
-        return self.parameters_after + self.costs.context * cached
+        count = self.costs.count(self._shapes_after, self.pruned.experts)
+        return count + self.costs.context * cached
 
     @property
     def budget(self) -> int | None:
@@ -293,23 +295,24 @@ class Plan:
         Raises:
             OptionError: nothing would be removed, or nothing can be left.
         """
-        if (text := self.recipe.budget) is None:
+        if self.recipe.limit is None:
             return None
+        name, text = self.recipe.limit
         model, whole = self.model, self.costs.whole
         if memory := memory_size(text):
             around = 0 if model.around is None else model.around.outside()
             budget = memory // self.written.itemsize - around
         else:
             count = parameter_count(text)
-            budget = int(count * model.parameters if count < 1 else count)
+            budget = int(count * whole if count < 1 else count)
         if not 0 < budget < whole:
-            context = self.costs.context
+            context, parameters = self.costs.context, replace(self.costs, context=0).whole
             cache = (
                 f", with the keys and values of context = {context:,} tokens," if context else ""
             )
             room = "has room for no parameter" if budget < 1 else "removes nothing"
             raise OptionError(
-                f"budget = {text}{cache} {room} of this model's {model.parameters:,}: allow "
+                f"{name} = {text}{cache} {room} of this model's {parameters:,}: allow "
                 + ("more" if budget < 1 else "less")
             )
         return budget
@@ -363,7 +366,12 @@ class Plan:
     @property
     def parameters_after(self) -> int:
         """Parameters of the pruned model, tied ones once."""
-        return sum(self.pruned_shapes[name].numel() for name in self.stored_names.values())
+        return sum(shape.numel() for shape in self._shapes_after.values())
+
+    @property
+    def _shapes_after(self) -> dict[str, torch.Size]:
+        """Shapes of the tensors of the result, by their names there."""
+        return {stored: self.pruned_shapes[name] for stored, name in self.stored_names.items()}
 
     @cached_property
     def stored_names(self) -> dict[str, str]:
@@ -459,17 +467,9 @@ class Plan:
 
     def _active(self) -> dict[str, int]:
         """Return the parameters that one token passes: of the experts the chosen ones alone."""
-        chosen = int(self.model.config["num_experts_per_tok"])
-        after = {stored: self.pruned_shapes[name] for stored, name in self.stored_names.items()}
-        active = {}
-        for when, shapes, experts in (
-            ("before", self.model.shapes, self.dense.experts),
-            ("after", after, self.pruned.experts),
-        ):
-            inside = sum(shape.numel() for name, shape in shapes.items() if ".experts." in name)
-            total = sum(shape.numel() for shape in shapes.values())
-            active[when] = round(total - inside * (1 - chosen / experts))
-        return active
+        costs = Costs(self.model, active=True)
+        after = costs.count(self._shapes_after, self.pruned.experts)
+        return {"before": costs.whole, "after": after}
 
     def _removed(self, site_kind: str) -> float:
         sites = [s for block in self.blocks for s in block.sites if s.kind == site_kind]

@@ -14,6 +14,8 @@ from coec.models.description import Description
 from coec.models.layout import BlockLayout, Layout, Site
 from coec.planning.kept import KeptUnits
 
+CHOSEN = "num_experts_per_tok"
+"""Configuration key of the number of experts that a token passes."""
 MULTIPLES = (256, 128, 64, 32)
 """`multiple_of = auto` chooses from these: blocks of K-quants, tensor cores and Q8_0."""
 OF_EXPERTS = 8
@@ -53,34 +55,54 @@ class Widths:
 
     def removed(self, costs: "Costs", dropped: Collection[int] = ()) -> int:
         """Return how much of the dense model's size is removed; all of the `dropped` blocks."""
-        removed = 0
+        removed = 0.0
         for block in costs.model.layout.blocks:
             if block.index in dropped:
                 removed += costs.block(block)
                 continue
             for site in block.sites:
-                kept = self.of(site) if self.stays(site) else 0
-                removed += (site.units - kept) * costs.unit(site)
+                # A token passes the same number of experts, however many stay.
+                kept = self.of(site) if self.stays(site) or costs.active else 0
+                removed += (site.units - kept) * costs.unit(site) * costs.passed(site)
             if self.experts is None:
                 continue
             # An expert's rows of the router go with it.
             for rows in block.router:
                 row = costs.model.shapes[rows.tensor][1:].numel()
                 removed += (rows.stop - self.experts) * row
-        return removed
+        return round(removed)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Size of units and blocks: parameters, and the keys and values of `context` tokens."""
+    """Size of units and blocks: parameters, and the keys and values of `context` tokens.
+
+    If `active`, only the parameters that one token passes count.
+    """
 
     model: Description
     context: int = 0
+    active: bool = False
 
     @property
     def whole(self) -> int:
         """The size of the dense model."""
-        return self.model.parameters + self.context * self.model.cached()
+        count = self.count(self.model.shapes, self.model.shape.experts)
+        return count + self.context * self.model.cached()
+
+    def count(self, shapes: Mapping[str, torch.Size], experts: int) -> int:
+        """Return the parameters of tensors that count, of a model with so many experts."""
+        total = sum(shape.numel() for shape in shapes.values())
+        if not self.active or not experts:
+            return total
+        inside = sum(shape.numel() for name, shape in shapes.items() if ".experts." in name)
+        return total - inside + inside * int(self.model.config[CHOSEN]) // experts
+
+    def passed(self, site: Site) -> float:
+        """Return the share of a site's units that count: of experts, if `active`, the chosen."""
+        if not (self.active and site.routed):
+            return 1.0
+        return int(self.model.config[CHOSEN]) / self.model.shape.experts
 
     def unit(self, site: Site) -> int:
         """The size of one unit."""
@@ -89,7 +111,8 @@ class Costs:
 
     def block(self, block: BlockLayout) -> int:
         """The size of a whole block."""
-        inside = parameters_inside(block, self.model.shapes)
+        shapes = {n: size for n, size in self.model.shapes.items() if n.startswith(block.prefix)}
+        inside = self.count(shapes, self.model.shape.experts)
         return inside + self.context * self.model.cached([block.index])
 
 
