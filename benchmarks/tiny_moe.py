@@ -1,6 +1,6 @@
 """Trains a tiny Mixtral on a text, so that pruning experts can be tried on weights that learned.
 
-python tools/train_tiny_moe.py TEXT FOLDER_OF_TOKENIZER OUT
+python -m benchmarks.tiny_moe TEXT FOLDER_OF_TOKENIZER OUT
 
 300 steps, some five minutes on one core.
 """
@@ -31,13 +31,23 @@ BALANCE = 0.02
 """Weight of the loss that keeps every expert in use."""
 
 
-def train(text: Path, tokenizer: Path, out: Path) -> None:
-    """Writes `out`: a model, and the tokenizer's files."""
-    torch.manual_seed(0)
+def train(
+    text: Path, tokenizer: Path, out: Path, *, seed: int = 0, sizes: dict[str, Any] | None = None
+) -> None:
+    """Writes `out`: a model, and the tokenizer's files.
+
+    Args:
+        text: what is learned.
+        tokenizer: folder of the tokenizer.
+        out: folder that is made.
+        seed: of the weights and the batches.
+        sizes: keys of the configuration in place of those in SIZES.
+    """
+    torch.manual_seed(seed)
     ids = AutoTokenizer.from_pretrained(tokenizer)(text.read_text(), return_tensors="pt").input_ids
     windows = ids[0, : ids.shape[1] // LENGTH * LENGTH].view(-1, LENGTH)
     config = MixtralConfig(
-        **SIZES,
+        **SIZES | (sizes or {}),
         vocab_size=int(ids.max()) + 1,
         bos_token_id=None,
         eos_token_id=None,
