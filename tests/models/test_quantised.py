@@ -164,7 +164,7 @@ def test_experts_in_one_tensor_of_fp8_are_what_their_scales_say(layout, tmp_path
 
 def read_all(folder, state, config=None):
     """Save tensors and read them, with scales if they have some."""
-    save_file(state, folder / "model.safetensors")
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
     headers = with_scales(read_headers(folder), config or {})
     with opened(folder / "model.safetensors") as content:
         return headers, {name: h.read(content, folder) for name, h in headers.items()}
@@ -253,6 +253,33 @@ def test_transformers_dequantises_mxfp4_alike(tmp_path):
     assert (header.dtype, header.shape) == ("BF16", tuple(expected.shape))
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, expected)
+
+
+@pytest.mark.unchecked  # a whole model
+def test_transformers_reads_a_tiny_gpt_oss_alike(tmp_path):
+    """All tensors of a folder, as its experts are released."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": EXPERTS,
+             "num_experts_per_tok": 2, "vocab_size": 64}  # fmt: skip
+    config = transformers.AutoConfig.for_model("gpt_oss", **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj"))]:
+        _, inputs, outputs = state.pop(name).shape
+        scales = torch.randint(110, 130, (EXPERTS, outputs, inputs // 32), dtype=torch.uint8)
+        codes = torch.randint(256, (*scales.shape, 16), dtype=torch.uint8)
+        state |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+    quantisation = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    headers, read = read_all(tmp_path, state)
+    tm.edit_config(tmp_path, quantization_config=quantisation)
+    dequantised = transformers.Mxfp4Config(dequantize=True)
+    expected = tm.load(tmp_path, torch.bfloat16, quantization_config=dequantised).state_dict()
+    assert read.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert headers[name].shape == tuple(tensor.shape)
+        assert torch.equal(read[name], tensor), name
 
 
 @pytest.mark.parametrize("part", [slice(0, 32), slice(8, 40)])
