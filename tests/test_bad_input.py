@@ -15,8 +15,11 @@ from coec import Gram, pruning
 from coec.checkpoint import checkpoint as writing
 from coec.checkpoint import folder
 from coec.errors import CalibrationError, CoecError, ModelError, OutputError
+from coec.models.description import Description
 from coec.models.matching import RawCheckpoint
 from outcomes import WORK, one_line, raising
+
+LLAMA = Description.of(tm.raw_config("llama"))
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def test_a_model_that_an_adapter_wraps_is_to_be_saved_without(model, refused):
     match = rf"named {prefix}….*merge it first.*merge_and_unload\(\)"
     refused(ModelError, match)
     with pytest.raises(ModelError, match=match):
-        RawCheckpoint.open(model)
+        RawCheckpoint.open(model, LLAMA)
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod."])
@@ -93,7 +96,7 @@ def test_what_wrappers_put_before_names_is_taken_off(prefix, model, text, tmp_pa
     report = coec.prune(model, tmp_path / "out", **settings)
     assert f"({prefix}model.embed_tokens.weight): it is taken off" in str(report.plan["notes"])
     assert tm.same_weights(tmp_path / "out", tmp_path / "plain")
-    assert RawCheckpoint.open(model).tensor("model.norm.weight").shape == (32,)
+    assert RawCheckpoint.open(model, LLAMA).tensor("model.norm.weight").shape == (32,)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])

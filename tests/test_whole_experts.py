@@ -22,7 +22,7 @@ from prunings import interrupt
 
 pytestmark = pytest.mark.unchecked  # whole models
 
-EXPERTS = [n for n, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
+EXPERTS = [n for n, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].count]
 GROUPED = [n for n in EXPERTS if "n_group" in tm.VARIANTS[n]]
 """Families whose router corrects its scores, and may choose among groups of experts."""
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
@@ -217,7 +217,7 @@ def test_what_stays_is_the_dense_model_to_the_bit(mixtral, models, tmp_path):
     for name in out.files:
         old, rows = name, slice(None)
         for block in (0, 1):
-            prefix = f"model.layers.{block}.block_sparse_moe."
+            prefix = f"model.layers.{block}.mlp."
             numbers = kept[f"layers.{block}.experts"]
             for new, number in enumerate(numbers.tolist()):
                 if name.startswith(f"{prefix}experts.{new}."):

@@ -85,7 +85,7 @@ def solve(blocks: Sequence[BlockLayout], streams: Streams, plan: Plan) -> list[S
     else:
         sums = streams.block_sums(block)
         solved = parallel.lead(solve_measured, block, tensors, sums, plan)
-    if plan.trains:
+    if plan.trains and block.sites:
         solved = parallel.lead(_trained, solved, streams, *streams.examples(), plan)
     return [solved]
 

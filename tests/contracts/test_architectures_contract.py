@@ -47,7 +47,7 @@ BIASED = {variant: said for said, variants in NO_FORMAT.items() for variant in v
 WHOLE = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].attention_kept]
 """Variants whose attention keeps all its units."""
 
-EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
+EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].count]
 """Variants some of whose sites get the tokens that a router sends them."""
 CHANNELS = {"mixtral": 32, "olmoe": 32, "qwen3_moe": 40}
 """`intermediate_size` where it is not 28: experts keep a multiple of 8; it may be of none."""
@@ -322,7 +322,7 @@ def embedded(dense, tokens, dtype=torch.float64):
     """The layers of a model, and the hidden states before the first of them."""
     layers = Layers(dense, device=torch.device("cpu"), dtype=dtype)
     windows = torch.from_numpy(np.load(tokens))[:3, :16].long()
-    return layers, layers.embed([windows], dense.tensor(dense.layout.embedding))[0]
+    return layers, layers.embed({0: windows}, dense.outside_tensors())[0]
 
 
 @pytest.mark.parametrize("variant", tm.VARIANTS)

@@ -54,8 +54,8 @@ def test_a_skeleton_takes_no_memory():
         ({"max_position_embeddings": -1}, "max_position_embeddings"),
         ({"max_position_embeddings": 10**30}, "max_position_embeddings"),
         ({"architectures": 3}, "not a decoder-only"),
-        ({"model_type": ["llama"]}, "is not supported"),
-        ({"model_type": None}, "is not supported"),
+        ({"model_type": ["llama"]}, "is not known to transformers"),
+        ({"model_type": None}, "is not known to transformers"),
     ],
 )
 def test_sizes_that_are_none_are_refused(changes, match):

@@ -6,47 +6,63 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import Qwen3MoeConfig
 
 import coec
 import tiny_models as tm
 from coec.config.recipe import Recipe
 from coec.errors import ModelError, OptionError
+from coec.models import description
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.surgery import routed_inputs, unstacked, without_experts
+from coec.models.surgery import routed_inputs, without_experts
 from coec.planning.plan import Plan
 from coec.types import KeptSet
 
-EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].blocks.experts]
+EXPERTS = [name for name, v in tm.VARIANTS.items() if ARCHITECTURES[v["model_type"]].count]
 
 
-def test_a_release_that_stacks_no_experts_is_refused():
+def test_a_release_that_stacks_no_experts_is_refused(monkeypatch):
     """As 4.57 names them: the inputs of such a module say nothing of the router's weights."""
-    names = ARCHITECTURES["qwen3_moe"].blocks.experts
-    state = {"model.layers.0.mlp.experts.0.gate_proj.weight": torch.ones(4, 3)}
-    with pytest.raises(ModelError, match="models of experts need transformers 5"):
-        unstacked(state, names)
+    monkeypatch.setattr(description, "loading", None)
+    with pytest.raises(ModelError, match="'qwen3_moe' needs transformers 5"):
+        Description.of(tm.raw_config("qwen3_moe"))
+
+
+class Experts(nn.Module):
+    """Experts of one parameter each for all, as transformers runs them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 8, 5))
+        self.down_proj = nn.Parameter(torch.randn(3, 5, 4))
+
+    def channels(self, expert, hidden):
+        gate, up = nn.functional.linear(hidden, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+
+    def forward(self, hidden, index, weights):
+        out = torch.zeros_like(hidden)
+        for expert in index.unique().tolist():
+            token, place = (index == expert).nonzero(as_tuple=True)
+            product = self.channels(expert, hidden[token]) @ self.down_proj[expert].T
+            out.index_add_(0, token, product * weights[token, place, None])
+        return out
 
 
 def test_an_expert_reads_its_own_tokens_times_their_weights():
     """Token 0 goes to experts 2 and 0, token 1 to expert 0 alone, and none to expert 1."""
-    experts = nn.Module()
-    experts.gate_up_proj = nn.Parameter(torch.randn(3, 8, 5))
-    experts.act_fn = nn.functional.silu
+    experts = Experts()
     hidden, weights = torch.randn(2, 5), torch.tensor([[0.75, 0.25], [1.0, 0.0]])
     index = torch.tensor([[2, 0], [0, 3]])
-    experts.down_proj = nn.Parameter(torch.randn(3, 5, 4))
     routed = list(routed_inputs(experts, (hidden, index, weights)))
     found = {expert: inputs for expert, _, inputs, _ in routed}
 
-    def channels(expert, token):
-        gate, up = (experts.gate_up_proj[expert] @ hidden[token]).chunk(2)
-        return nn.functional.silu(gate) * up
-
-    torch.testing.assert_close(found[0], torch.stack([0.25 * channels(0, 0), channels(0, 1)]))
+    first, second = experts.channels(0, hidden)
+    torch.testing.assert_close(found[0], torch.stack([0.25 * first, second]))
     assert found[1].shape == (0, 4)
-    torch.testing.assert_close(found[2], 0.75 * channels(2, 0)[None])
+    torch.testing.assert_close(found[2], 0.75 * experts.channels(2, hidden)[:1])
     for expert, token, inputs, norms in routed:
         assert token.tolist() == [[0, 1], [], [0]][expert]
         torch.testing.assert_close(norms, (inputs @ experts.down_proj[expert].T).norm(dim=1))
@@ -75,7 +91,7 @@ def test_an_expert_in_two_layouts_is_refused(tmp_path):
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     state = load_file(folder / "model.safetensors")
     save_file(state | {name: torch.ones(3, 3)}, folder / "model.safetensors")
-    with pytest.raises(ModelError, match="by itself and in"):
+    with pytest.raises(ModelError, match="both hold"):
         Dense.open(folder)
 
 
@@ -103,11 +119,10 @@ def test_how_many_there_are_is_said_as_4_57_reads_it():
     assert Description.of(config).config["num_experts"] == 4
 
 
-def test_experts_without_a_size():
+def test_experts_without_a_size_have_that_of_their_class():
     config = tm.raw_config("qwen3_moe")
     del config["moe_intermediate_size"]
-    with pytest.raises(ModelError, match=r"does not say how many .* mlp\.experts\.0\.down_proj"):
-        Description.of(config)
+    assert Description.of(config).shape.expert_ffn == Qwen3MoeConfig().moe_intermediate_size
 
 
 def plan(channels, **settings):

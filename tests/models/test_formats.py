@@ -24,7 +24,7 @@ def chosen(variant, kv_heads=3, bias=False, **changes):
     config = tm.raw_config(variant, **changes)
     pruned = replace(Shape.of(config), kv_heads=kv_heads, ffn=28)
     biased = frozenset({"attention", "mlp"}) if bias else frozenset()
-    return choose_format(config, pruned, biased=biased)
+    return choose_format(config, pruned, ARCHITECTURES[config["model_type"]], biased=biased)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_a_layout_is_a_value_also_after_a_journey(variant):
     architecture = ARCHITECTURES[tm.VARIANTS[variant]["model_type"]]
     attention = [] if architecture.attention_kept else [4]
     expected = 2 * [*attention, 40]
-    if architecture.blocks.experts:
+    if architecture.count:
         own = 20 if "moe_intermediate_size" in tm.VARIANTS[variant] else 40
         shared = [20] if "n_shared_experts" in tm.VARIANTS[variant] else []
         routed = [*attention, *shared, *(4 * [own])]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError, OutputError
+from coec.models.dense import Dense
 from coec.models.matching import RawCheckpoint
 from coec.planning.kept import KEPT, KeptUnits, infer_kept
 
@@ -69,7 +70,7 @@ def test_the_result_is_that_of_a_pruning_with_these_units(settings, dense, cut, 
     assert report.recipe["kept"] == str(folder)
     assert report.plan["kept"] == {
         "source": str(folder), "sha256": KeptUnits.of(known).digest, "sites": 4,
-        "inferred_from": RawCheckpoint.open(folder).digest,
+        "inferred_from": RawCheckpoint.open(folder, Dense.open(dense)).digest,
     }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def layers(request, gpu, monkeypatch):
     layers = Layers.__new__(Layers)
     layers._device, layers._home = torch.device("cuda"), torch.device("cpu")
     monkeypatch.setattr(
-        Layers, "call", lambda self, module, index, state: gpu.made(state, lambda n: 2 * n)
+        Layers, "call", lambda self, module, index, state, number: gpu.made(state, lambda n: 2 * n)
     )
     streams = {"computing": gpu.computing, "up": layers._copies._up, "down": layers._copies._down}
     if request.param in streams:

@@ -82,7 +82,8 @@ def test_inputs_are_summed_with_the_weights_of_their_tokens(variant, tmp_path):
     dense = Dense.open(tm.save(tm.tiny(variant), tmp_path / "dense"))
     layers = Layers(dense, device=torch.device("cpu"), dtype=torch.float64)
     ids = torch.randint(2, tm.VOCABULARY, (3, 16), generator=torch.manual_seed(0))
-    states, *alone = layers.embed([ids, *ids.split(1)], dense.tensor(dense.layout.embedding))
+    batches = dict(enumerate([ids, *ids.split(1)]))
+    states, *alone = layers.embed(batches, dense.outside_tensors()).values()
     block = dense.layout.blocks[-1]
     layers.load(block, dense.tensors(block))
     of_windows, expected, sums = torch.tensor([0.5, 2.0, 3.0]), {}, {}

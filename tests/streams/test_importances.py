@@ -42,7 +42,7 @@ def widths(report):
     return report.plan["widths"]["mlp"]["after"], report.plan["widths"]["kv_groups"]["after"]
 
 
-ROUTED = [v for v, c in tm.VARIANTS.items() if ARCHITECTURES[c["model_type"]].blocks.experts]
+ROUTED = [v for v, c in tm.VARIANTS.items() if ARCHITECTURES[c["model_type"]].count]
 
 
 @pytest.mark.parametrize("variant", [v for v in tm.VARIANTS if v not in ROUTED])

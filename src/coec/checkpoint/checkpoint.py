@@ -38,6 +38,7 @@ from coec.models.files import (
 from coec.models.folder import CONFIG, carried_files, carry_files
 from coec.models.formats import without_blocks
 from coec.models.layout import BlockLayout
+from coec.models.names import apart, joined
 from coec.models.surgery import dtype_of
 from coec.planning.kept import KEPT
 from coec.planning.memory import disk
@@ -151,13 +152,17 @@ class Checkpoint:
         self.plan, dense = plan, self._dense
         # Names in files → names in the language model alone; and the tensors that are around it
         stored = dense.around.stored if dense.around else str
-        self._names = {stored(written): name for written, name in plan.stored_names.items()}
-        state = {
-            whole: torch.empty(
-                plan.pruned_shapes[name], dtype=dtype_of(name, plan.written), device="meta"
-            )
-            for whole, name in self._names.items()
+        self._sources = {stored(file): source for file, source in plan.sources.items()}
+        # Of a tensor that is made of several, the first tells its block.
+        self._names = {
+            whole: source if isinstance(source, str) else source.names[0]
+            for whole, source in self._sources.items()
         }
+        empty = {
+            name: torch.empty(shape, dtype=dtype_of(name, plan.written), device="meta")
+            for name, shape in plan.pruned_shapes.items()
+        }
+        state = {whole: joined(s, empty.__getitem__) for whole, s in self._sources.items()}
         for name, header in dense.carried.items():
             dtype = FLOAT_DTYPES.get(header.dtype, torch.int64)
             state[name] = torch.empty(header.shape, dtype=dtype, device="meta")
@@ -230,7 +235,7 @@ class Checkpoint:
             name = self._names.get(whole, "")
             if name.startswith(block.prefix):
                 with opened(self._journal.path(file_name)) as file:
-                    tensors[name] = file.get_tensor(whole)
+                    tensors |= apart(self._sources[whole], file.get_tensor(whole))
         return tensors
 
     def note_predictions(self, facts: JsonDict) -> None:
@@ -324,7 +329,8 @@ class Checkpoint:
                     tensors[inside[name]] = self._dense.tensor(name).to(self.plan.written)
                 continue
             with opened(self._journal.path(_weights(block))) as file:
-                tensors |= {inside[name]: file.get_tensor(name) for name in group}
+                for whole in (inside[name] for name in group):
+                    tensors[whole] = joined(self._sources[whole], file.get_tensor)
         carried = [whole for whole in names if whole not in self._names]
         return tensors | {whole: self._dense.around_it(whole) for whole in carried}
 

@@ -14,8 +14,9 @@ import torch
 
 from coec.errors import ModelError, OptionError
 from coec.models.architectures import ATTENTION, MLP
+from coec.models.calls import compute_buffers, decoder_of
 from coec.models.dense import Dense
-from coec.models.description import Description, compute_buffers
+from coec.models.description import Description
 from coec.models.files import JsonDict
 
 PLAIN, LINEAR, YARN, FACTORS = "none", "linear", "yarn", "factors"
@@ -151,7 +152,7 @@ def rotary_of(model: Description) -> Rotary:
     """Read a model's rotary positions as transformers does; raises ModelError for unknown ones."""
     # transformers computes the frequencies, with its defaults for keys that a configuration lacks.
     network: Any = model.skeleton()
-    compute_buffers(network, torch.device("cpu"))
+    compute_buffers(decoder_of(network)[1], torch.device("cpu"))
     config = network.config
     # One dictionary in transformers 5; in 4.57 the base is apart.
     settings = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)

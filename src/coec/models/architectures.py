@@ -15,6 +15,8 @@ from importlib.resources import files
 from typing import Any
 
 import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from coec.errors import ModelError
 from coec.models.files import JsonDict
@@ -117,52 +119,35 @@ class SitePattern:
         return [Rows(tensor, *ends) for ends in zip(starts, [*starts[1:], rows], strict=True)]
 
 
-CORRECTION = "e_score_correction_bias"
-"""Tensor of a router that is added to its scores where experts are chosen. The choice depends on
-small differences: it is float32 at least, as it is released, while the weights are narrower."""
+WIDE = ("e_score_correction_bias", "A_log", "dt_bias")
+"""Ends of the names of tensors that are float32 at least, as they are released next to narrower
+weights: corrections of routers, on whose small differences the choice of experts depends, and decay
+rates and steps of state-space layers."""
 
 
 @dataclass(frozen=True)
-class ExpertNames:
-    """The names of experts in an architecture.
+class Experts:
+    """The experts of a decoder.
 
     Attributes:
-        channels: the field of `Shape` with the number of an expert's channels.
-        stored: the module that holds them in a checkpoint, relative to the block.
-        module: the same module in the model that runs.
-        router: the module in it with a row for each of them.
-        gate, up, down: an expert's projections in a checkpoint.
-        count: the configuration key with their number that transformers 4.57 reads.
+        module: the module of all experts in a block of the model that runs, relative to the block.
+        count: configuration key with their number; empty if no tensor chooses among them.
+        by_block: the value of that key is a list, with a number for every block.
+        router: tensors with a number for each of them, relative to the block, and the dimension.
     """
 
-    channels: str = "expert_ffn"
-    stored: str = "mlp"
-    module: str = "mlp"
-    router: str = "gate"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    count: str = "num_experts"
-
-    @property
-    def site(self) -> SitePattern:
-        """The site of every expert's channels."""
-        expert = f"{self.stored}.experts.{{}}"
-        return SitePattern(
-            name="expert",
-            unit="intermediate channel",
-            counted_by=self.channels,
-            producers=(f"{expert}.{self.gate}", f"{expert}.{self.up}"),
-            consumer=f"{expert}.{self.down}",
-        )
+    module: str
+    count: str = ""
+    by_block: bool = False
+    router: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class BlockPattern:
-    """The names in an architecture's blocks: of sites, and of experts if there are any."""
+    """The sites in an architecture's blocks, and their experts if there are any."""
 
     sites: tuple[SitePattern, ...]
-    experts: ExpertNames | None = None
+    experts: Experts | None = None
 
     def layout(
         self, shape: Shape, shapes: Mapping[str, torch.Size], *, heads: bool = False
@@ -191,9 +176,8 @@ class BlockPattern:
     def _router(self, prefix: str, shapes: Mapping[str, torch.Size]) -> tuple[Rows, ...]:
         if self.experts is None:
             return ()
-        module = f"{prefix}{self.experts.stored}.{self.experts.router}."
-        names = (name for name in (f"{module}weight", f"{module}{CORRECTION}") if name in shapes)
-        return tuple(Rows(name, 0, shapes[name][0]) for name in names)
+        names = ((f"{prefix}{inside}", dim) for inside, dim in self.experts.router)
+        return tuple(Rows(name, 0, shapes[name][dim], dim) for name, dim in names if name in shapes)
 
 
 @dataclass(frozen=True)
@@ -214,6 +198,10 @@ class Architecture:
             others.
         attention_kept: why attention keeps all its units; empty if it may lose some.
         added_constants: keys that a configuration relabelled as this type gets in any case.
+        inferred: its MLPs and experts are inferred from its class.
+        widths: field of `Shape` → configuration key with its number of channels.
+        by_block: keys of these whose values are lists, with a number for every block.
+        count: configuration key with the number of experts that transformers 4.57 reads.
     """
 
     model_type: str
@@ -228,6 +216,27 @@ class Architecture:
     rope_keys: tuple[str, ...] = ()
     attention_kept: str = ""
     added_constants: Mapping[str, bool | float] = field(default_factory=dict)
+    inferred: bool = False
+    widths: Mapping[str, str] = field(default_factory=lambda: {"ffn": "intermediate_size"})
+    by_block: tuple[str, ...] = ()
+    count: str = ""
+
+    def sizes(self, shape: Shape) -> JsonDict:
+        """Return the sizes that pruning changes, as configuration keys."""
+        if not self.inferred:
+            return shape.keys()
+        layers = range(shape.layers)
+        sizes: JsonDict = {
+            key: [getattr(shape.at(n), name) for n in layers]
+            if key in self.by_block
+            else getattr(shape, name)
+            for name, key in self.widths.items()
+        }
+        experts = self.blocks.experts
+        if experts and experts.count:
+            count = shape.experts
+            sizes[experts.count] = [count] * shape.layers if experts.by_block else count
+        return sizes if self.attention_kept else shape.heads_keys() | sizes
 
     def added(self, shape: Shape) -> JsonDict:
         """Keys that a configuration relabelled as this type gets, by the pruned sizes."""
@@ -263,13 +272,10 @@ def _frozen(value: Any) -> Any:
 def _blocks() -> dict[str, BlockPattern]:
     tables = packaged("blocks.toml")
     sites = {name: SitePattern(**table) for name, table in tables["sites"].items()}
-    # Sites by their names → patterns of blocks, in which experts come last
-    blocks = {}
-    for name, table in tables["blocks"].items():
-        experts = ExpertNames(**table["experts"]) if "experts" in table else None
-        routed = [] if experts is None else [experts.site]
-        blocks[name] = BlockPattern((*(sites[site] for site in table["sites"]), *routed), experts)
-    return blocks
+    return {
+        name: BlockPattern(tuple(sites[site] for site in table["sites"]))
+        for name, table in tables["blocks"].items()
+    }
 
 
 def _architectures() -> dict[str, Architecture]:
@@ -308,8 +314,20 @@ def architecture_of(config: JsonDict) -> Architecture:
             f"'{model_type!s:.80}'): pruning needs one that predicts the next token "
             "(…ForCausalLM)"
         )
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(
-            f"model type '{model_type}' is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"model type '{model_type!s:.80}' is not known to transformers "
+            f"{transformers.__version__}: install a newer release; models with code of their own "
+            "are not supported"
         )
-    return ARCHITECTURES[model_type]
+    name = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    return ARCHITECTURES.get(model_type) or _unlisted(model_type, name)
+
+
+def _unlisted(model_type: str, class_name: str) -> Architecture:
+    """Return the architecture of a type without a table, whose MLPs are to be inferred."""
+    return Architecture(
+        model_type, class_name, families="", source="", written_as=(model_type,),
+        blocks=BlockPattern(()), adds="parts that are not told apart",
+        attention_kept="the units of what mixes its tokens are not known", inferred=True,
+    )  # fmt: skip

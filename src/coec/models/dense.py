@@ -19,13 +19,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from coec.errors import ModelError, first_line
 from coec.models import multimodal
+from coec.models.calls import compute_buffers, decoder_of
 from coec.models.description import (
-    HEAD,
     LAYER,
     Description,
     check_headers,
     check_layers,
-    compute_buffers,
     drafts_of,
     has_separate_head,
     language_model,
@@ -33,8 +32,9 @@ from coec.models.description import (
 from coec.models.files import Header, opened, parse_json, read_headers
 from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
+from coec.models.names import placer
 from coec.models.quantised import with_scales
-from coec.models.surgery import dtype_of, stacked, unstacked_headers
+from coec.models.surgery import dtype_of
 
 OUTSIDE = ""
 """Stands for the weights outside of all blocks, instead of a block's prefix."""
@@ -101,32 +101,33 @@ class Dense(Description):
                 f"{len(carried)} tensors over as they are, a GGUF file leaves them out; programs "
                 "were tried with language models alone"
             )
-        # Headers without draft layers → description → a separate head, if the weights have one →
-        # names, shapes and dtypes checked
+        # Description → headers by the names of this package → without draft layers → a separate
+        # head, if the weights have one → names, shapes and dtypes checked
+        described = Description.of(config)
+        if described.names.running:
+            headers = described.names.of_headers(headers, placer(described.skeleton()))
         if drafts := drafts_of(headers, config):
             headers = {name: header for name, header in headers.items() if name not in drafts}
             notes.append(
                 f"{len(drafts)} tensors that draft further tokens ({min(drafts)}, …) are left out: "
                 "what is written is for servers without such drafts"
             )
-        check_layers(folder, headers, config)
-        described = Description.of(config)
+        check_layers(folder, headers, described.shape.layers)
         if described.released:
             notes.append(f"weights in {described.released} are read as bfloat16")
-        if described.tied and has_separate_head(folder, headers):
+        if described.tied and has_separate_head(folder, headers, described.layout):
             described = Description.of({**config, "tie_word_embeddings": False})
             notes.append(
-                f"{HEAD} is kept apart from the embedding: config.json says that they are one, "
-                "the weights differ"
+                f"{described.layout.head} is kept apart from the embedding: config.json says that "
+                "they are one, the weights differ"
             )
         stored_as = around.stored if around else str
-        present = [name for name in described.shapes if name in headers]
+        present = [] if described.names.running else [n for n in described.shapes if n in headers]
         if wrapped := [s for n in present if (s := headers[n].stored) != stored_as(n)]:
             notes.append(
                 f"the names of {len(wrapped)} tensors have what a wrapper puts before them "
                 f"({wrapped[0]}): it is taken off"
             )
-        headers = unstacked_headers(headers, described.architecture.blocks.experts)
         dtype = check_headers(folder, headers, described.shapes)
         if {headers[name].dtype for name in described.shapes} == {"F16", "BF16"}:
             notes.append(
@@ -153,6 +154,10 @@ class Dense(Description):
     def around_it(self, name: str) -> Tensor:
         """Read a tensor of the multimodal model around it, as it is stored."""
         return self._read(self.carried[name].file, [name])[name]
+
+    def outside_tensors(self) -> dict[str, Tensor]:
+        """Read the tensors that are in no block, but for the head."""
+        return {name: self.tensor(name) for name in self.outside}
 
     def tensors(self, block: BlockLayout) -> dict[str, Tensor]:
         """Read all tensors of a block, compared with the expected ones; keys are full names."""
@@ -260,7 +265,8 @@ class Dense(Description):
         """
         # Skeleton on no device → buffers → tensors, checked → nothing may be left without values
         model: Any = self.skeleton(dtype)
-        compute_buffers(model, torch.device("cpu"))
+        _, decoder = decoder_of(model)
+        compute_buffers(decoder, torch.device("cpu"))
         read = self._noted if noted else self._read
         state = {
             # copied, since a mapped file may go
@@ -268,7 +274,7 @@ class Dense(Description):
             for file, names in self._names_by_file.items()
             for name, tensor in read(file, names).items()
         }
-        state = stacked(state, self.architecture.blocks.experts)
+        state = self.names.in_model(state)
         model.load_state_dict(state, assign=True, strict=not self.tied)
         if self.tied:
             model.tie_weights()

@@ -3,27 +3,37 @@
 import copy
 import functools
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from coec.errors import ModelError
 from coec.models import multimodal
-from coec.models.architectures import ARCHITECTURES, CORRECTION, Architecture, architecture_of
-from coec.models.files import FLOAT_DTYPES, Header, JsonDict, read_tensor
+from coec.models.architectures import (
+    ARCHITECTURES,
+    MLP,
+    WIDE,
+    Architecture,
+    BlockPattern,
+    architecture_of,
+)
+from coec.models.calls import decoder_of, reads_tokens
+from coec.models.files import FLOAT_DTYPES, Header, JsonDict, decoded, read_tensor
 from coec.models.folder import CONFIG, find_model, read_config
-from coec.models.layout import BLOCK_WIDTHS, LIMITS, Layout, Shape, Site, read_size
+from coec.models.inferred import chosen_experts, infer
+from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, LIMITS, Layout, Shape, Site, read_size
 from coec.models.multimodal import Around
+from coec.models.names import Names, loading
 from coec.models.non_uniform import class_of
 from coec.models.quantised import QUANTISATION, released_in
-from coec.models.surgery import unstacked
 
 _Model = TypeVar("_Model", bound="Description")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -34,6 +44,8 @@ DRAFTS = "num_nextn_predict_layers"
 """Configuration key of the number of layers after the last: servers draft further tokens with
 them, and transformers does not read them. They are left out."""
 _POSITIONS = "max_position_embeddings"
+_NO_LIMIT = 2**20
+"""Tokens that a model takes whose configuration names no limit."""
 _LOW_RANK = "kv_lora_rank"
 """Configuration key of attention whose keys and values are of low rank."""
 _PARTIAL = "partial_rotary_factor"
@@ -49,6 +61,8 @@ class Description:
         architecture: the entry of its model type.
         shape: the sizes that pruning reads and changes.
         layout: its blocks and their sites.
+        names: their names in files, and in the model that runs.
+        chosen: number of experts that every token goes to; 0 without experts.
         shapes: shape of every tensor that a checkpoint stores; a tied output head is not stored.
         positions: the largest number of tokens that it can take.
         vocabulary: number of token ids.
@@ -61,6 +75,8 @@ class Description:
     architecture: Architecture
     shape: Shape
     layout: Layout
+    names: Names
+    chosen: int
     shapes: dict[str, torch.Size]
     positions: int
     vocabulary: int
@@ -69,16 +85,21 @@ class Description:
     released: str | None
 
     @staticmethod
-    def of(config: JsonDict) -> "Description":
+    def of(config: JsonDict, like: Architecture | None = None) -> "Description":
         """Describe the model of a raw configuration; raises ModelError if it is unsupported.
 
         Inside a multimodal model it is the language model.
+
+        Args:
+            config: the raw configuration.
+            like: architecture of a model of the same type with other widths.
         """
         if around := multimodal.around(config):
             config = language_model(config)
-        architecture, shape = architecture_of(config), Shape.of(config)
-        for key in LIMITS:
-            read_size(config, key, 1)  # the classes below have defaults of these sizes
+        architecture = architecture_of(config)
+        if not architecture.inferred:
+            Shape.of(config)  # names what is missing
+        check_sizes(config)
         released = released_in(config)
         config = {key: value for key, value in config.items() if key != QUANTISATION}
         config |= {"dtype": "bfloat16"} if released else {}
@@ -87,21 +108,34 @@ class Description:
         model = _skeleton(_stock(config))  # is read, and not changed
         resolved = model.config
         # Defaults of the configuration class → shapes of all tensors → blocks and sites
-        experts = architecture.blocks.experts
-        for key in (experts.count, "num_experts_per_tok") if experts else ():
+        for key in (architecture.count, "num_experts_per_tok") if architecture.count else ():
             if config.get(key) is None:  # transformers 5 saves the first under another name
                 config = {**config, key: getattr(resolved, key)}
-                shape = Shape.of(config)
+        names = Names()
+        if architecture.inferred:
+            path, _ = decoder_of(model)
+            layers = f"{path}.layers.".removeprefix(".")
+            architecture = like or _completed(architecture, config, model, layers)
+            names = Names.of(model, layers)
+        shape = shape_of(config, architecture, resolved)
         tied = bool(getattr(resolved, "tie_word_embeddings", False))
         # Tensors on the meta device, which take no memory, are taken apart for their shapes.
-        stored = unstacked(model.state_dict(), experts)
-        shapes = {n: t.shape for n, t in stored.items() if not (tied and n == HEAD)}
+        stored = names.taken_apart(model.state_dict())
+        outside = _outside(model, architecture)
+        shapes = {n: t.shape for n, t in stored.items() if not (tied and n == outside["head"])}
         read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}
+        read[_POSITIONS] = read[_POSITIONS] or _NO_LIMIT
         return Description(
             config=config,
             architecture=architecture,
             shape=shape,
-            layout=architecture.blocks.layout(shape, shapes),
+            layout=replace(
+                architecture.blocks.layout(shape, shapes),
+                embedding=outside["embedding"],
+                head=outside["head"],
+            ),
+            names=names,
+            chosen=chosen_experts(resolved),
             shapes=shapes,
             positions=read_size(read, _POSITIONS),
             vocabulary=read_size(read, "vocab_size"),
@@ -122,8 +156,8 @@ class Description:
         heads = units == "heads"
         if heads == any(site.groups for site in self.layout.sites):
             return self
-        layout = self.architecture.blocks.layout(self.shape, self.shapes, heads=heads)
-        return replace(self, layout=layout)
+        sites = self.architecture.blocks.layout(self.shape, self.shapes, heads=heads)
+        return replace(self, layout=replace(self.layout, blocks=sites.blocks))
 
     @property
     def parameters(self) -> int:
@@ -133,7 +167,23 @@ class Description:
     @property
     def vocabulary_parameters(self) -> int:
         """Number of parameters of the embedding and the head."""
-        return sum(self.shapes[n].numel() for n in (_EMBEDDING, HEAD) if n in self.shapes)
+        names = (self.layout.embedding, self.layout.head)
+        return sum(self.shapes[n].numel() for n in names if n in self.shapes)
+
+    @property
+    def outside(self) -> list[str]:
+        """Names of the tensors that are in no block, but for the head."""
+        return [n for n in self.shapes if not LAYER.match(n) and n != self.layout.head]
+
+    @cached_property
+    def reads_tokens(self) -> bool:
+        """True if layers get more of the tokens than their hidden states."""
+        return not self.listed and reads_tokens(self.skeleton())
+
+    @property
+    def listed(self) -> bool:
+        """True if its type has a table."""
+        return self.architecture.model_type in ARCHITECTURES
 
     def cached(self, blocks: Iterable[int] | None = None) -> int:
         """Return the size of a server's cache per token, of some blocks: their keys and values.
@@ -169,14 +219,14 @@ def language_model(config: JsonDict) -> JsonDict:
             "original checkpoint"
         )
     text = multimodal.alone(config)
-    listed = ARCHITECTURES.get(str(text["model_type"]))
-    if listed is None:
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(text["model_type"]))
+    if class_name is None:
         names = config.get("architectures") or [config.get("model_type")]
         raise ModelError(
             f"this is a multimodal model ({names[0]!s:.80}) whose language model "
-            f"'{text['model_type']!s:.80}' is not supported; supported: {', '.join(ARCHITECTURES)}"
+            f"'{text['model_type']!s:.80}' is not known to transformers {transformers.__version__}"
         )
-    return {**text, "architectures": [listed.class_name]}
+    return {**text, "architectures": [class_name]}
 
 
 def _stock(config: JsonDict) -> str:
@@ -188,14 +238,14 @@ def _stock(config: JsonDict) -> str:
 def _skeleton(config: str) -> PreTrainedModel:
     """Build a skeleton to copy, since building 80 blocks takes most of a second."""
     try:
-        raw = json.loads(config)
+        raw = decoded(json.loads(config))
         resolved = AutoConfig.for_model(**raw)
         listed = ARCHITECTURES.get(resolved.model_type)
         # Eager experts: stacked ones are multiplied in float32 and narrower dtypes only.
-        experts = {"experts_implementation": "eager"} if listed and listed.blocks.experts else {}
+        eager = {} if listed and not listed.inferred else {"experts_implementation": "eager"}
         with torch.device("meta"):
             if raw.get(BLOCK_WIDTHS) is None:
-                model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32, **experts)
+                model = AutoModelForCausalLM.from_config(resolved, dtype=torch.float32, **eager)
             else:
                 stock: Any = AutoModelForCausalLM._model_mapping[type(resolved)]
                 model = class_of(stock)._from_config(resolved, dtype=torch.float32)
@@ -205,27 +255,6 @@ def _skeleton(config: str) -> PreTrainedModel:
             f"transformers does not accept this {CONFIG}: {lines[-1].strip()}"
         ) from error
     return model.eval()
-
-
-def compute_buffers(model: Any, device: torch.device) -> None:
-    """Compute a skeleton's buffers outside its layers; raises ModelError if one has no value.
-
-    These are no weights, and are stored nowhere: rotary frequencies, and the factor of embeddings
-    in some models. Their classes compute them.
-    """
-    base = model.base_model
-    base.rotary_emb = type(base.rotary_emb)(config=model.config).to(device)
-    embed = base.embed_tokens
-    for name, buffer in embed.named_buffers(recurse=False):
-        setattr(embed, name, torch.full_like(buffer, math.nan, device=device))
-    model._init_weights(embed)  # its weight is still on the meta device, where that costs nothing
-    for name, buffer in base.named_buffers():
-        inside = name.startswith("layers.")
-        if not inside and (buffer.is_meta or not torch.isfinite(buffer).all()):
-            raise ModelError(
-                f"the installed transformers ({transformers.__version__}) has no value for {name} "
-                f"of a {model.config.model_type}: install a newer release"
-            )
 
 
 def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:
@@ -274,6 +303,75 @@ def _scaling(rope: JsonDict, keys: tuple[str, ...]) -> JsonDict | None:
     return {"rope_type": rope_type, **{k: v for k, v in rope.items() if k not in separate}}
 
 
+def check_sizes(config: JsonDict) -> None:
+    """Raise ModelError for sizes beyond `LIMITS`, with which a skeleton is never built."""
+    for key in LIMITS:
+        values = config.get(key)
+        for value in values if isinstance(values, list) else [values]:
+            if value != 0 or key not in EXPERT_COUNTS:  # 0 where a family may have experts
+                read_size({key: value}, key, 1)
+
+
+def _completed(
+    architecture: Architecture, config: JsonDict, model: PreTrainedModel, layers: str
+) -> Architecture:
+    """Return an architecture with the MLPs and experts of a model."""
+    if loading is None:
+        raise ModelError(
+            f"model type '{architecture.model_type}' needs transformers 5: its tensors have other "
+            "names in files"
+        )
+    found = infer(config, model, layers, lambda other: _skeleton(_stock(other)))
+    blocks = BlockPattern((*architecture.blocks.sites, *found.sites), found.experts)
+    flags = architecture.bias_flags
+    if found.bias is not None:
+        flags = {**flags, MLP.name: found.bias}
+    return replace(architecture, blocks=blocks, widths=found.widths,
+                   by_block=found.by_block, bias_flags=flags)  # fmt: skip
+
+
+def _outside(model: PreTrainedModel, architecture: Architecture) -> dict[str, str]:
+    """Return the names of a model's embedding and head, as `Layout` has them."""
+    if not architecture.inferred:
+        return {"embedding": _EMBEDDING, "head": HEAD}
+    paths = {id(module): name for name, module in model.named_modules()}
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    if missing := [name for name, module in ends.items() if id(module) not in paths]:
+        raise ModelError(f"a {type(model).__name__} has no {missing[0]} that is known to be one")
+    return {name: f"{paths[id(module)]}.weight" for name, module in ends.items()}
+
+
+def shape_of(config: JsonDict, architecture: Architecture, resolved: Any) -> Shape:
+    """Return the sizes of a model, by the keys that its architecture has for them."""
+    if not architecture.inferred:
+        return Shape.of(config)
+
+    def size(key: str) -> Any:
+        return config[key] if config.get(key) is not None else getattr(resolved, key, None)
+
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "n_group")  # fmt: skip
+    sizes = {key: value for key in keys if isinstance(value := size(key), int)}
+    heads = sizes.setdefault("num_attention_heads", 1)
+    if heads % sizes.get("num_key_value_heads", 1):
+        sizes["num_key_value_heads"] = heads
+    experts = architecture.blocks.experts
+    count = size(experts.count) if experts and experts.count else None
+    sizes |= {} if count is None else {"num_experts": _widest(count)}
+    shape = Shape.of({**sizes, "intermediate_size": 1})
+    widths = {field: size(key) for field, key in architecture.widths.items()}
+    widest: dict[str, Any] = {"ffn": 0, **{name: _widest(n) for name, n in widths.items()}}
+    shape = replace(shape, **widest)
+    lists = {name: n for name, n in widths.items() if isinstance(n, list) and len(set(n)) > 1}
+    if set(lists) - {"ffn"}:
+        raise ModelError(f"{', '.join(lists)} differ by block in config.json: not supported")
+    return shape.with_blocks([{"ffn": n} for n in lists["ffn"]]) if lists else shape
+
+
+def _widest(size: Any) -> int:
+    return max(size) if isinstance(size, list) else int(size)
+
+
 def numbered_layers(headers: Mapping[str, Header]) -> dict[str, int]:
     """Number of the layer that every tensor of a layer belongs to, by the tensor's name."""
     return {name: int(match[1]) for name in headers if (match := LAYER.match(name))}
@@ -288,10 +386,9 @@ def drafts_of(headers: Mapping[str, Header], config: JsonDict) -> set[str]:
     return {name for name, number in numbers.items() if layers <= number < layers + drafts}
 
 
-def check_layers(folder: Path, headers: Mapping[str, Header], config: JsonDict) -> None:
-    """Raise ModelError unless the files hold as many layers as the configuration; builds none."""
-    architecture_of(config)
-    layers, numbers = Shape.of(config).layers, numbered_layers(headers)
+def check_layers(folder: Path, headers: Mapping[str, Header], layers: int) -> None:
+    """Raise ModelError unless the files hold as many layers as the configuration."""
+    numbers = numbered_layers(headers)
     if beyond := [name for name, number in numbers.items() if number >= layers]:
         raise ModelError(
             f"'{folder}' holds more layers than the {layers} in config.json "
@@ -305,13 +402,13 @@ def check_layers(folder: Path, headers: Mapping[str, Header], config: JsonDict) 
         )
 
 
-def has_separate_head(folder: Path, headers: Mapping[str, Header]) -> bool:
+def has_separate_head(folder: Path, headers: Mapping[str, Header], layout: Layout) -> bool:
     """Compare the stored head with the embedding; a copy in a narrower dtype is no other head."""
-    if HEAD not in headers or _EMBEDDING not in headers:
+    names = (layout.head, layout.embedding)
+    if not all(name in headers for name in names):
         return False
     head, embedding = (
-        read_tensor(folder / headers[name].file, headers[name].stored)
-        for name in (HEAD, _EMBEDDING)
+        read_tensor(folder / headers[name].file, headers[name].stored) for name in names
     )
     if head.shape != embedding.shape:
         return True
@@ -343,6 +440,8 @@ def check_headers(
                     "mend the configuration (a bias has a flag there), or the files"
                 )
             continue
+        if header.dtype in ("I64", "I32"):
+            raise ModelError(f"{place} is {header.dtype}: models with tables are not supported")
         if header.dtype not in FLOAT_DTYPES:
             raise ModelError(
                 f"{place} is {header.dtype}: the weights are quantised; pruning needs float weights"
@@ -353,6 +452,6 @@ def check_headers(
             raise ModelError(
                 f"{place} has shape {header.shape}, config.json says {tuple(expected[name])}{empty}"
             )
-    weights = [name for name in expected if not name.endswith(CORRECTION)]
+    weights = [name for name in expected if not name.endswith(WIDE)]
     dtypes = {FLOAT_DTYPES[headers[name].dtype] for name in weights}
     return functools.reduce(torch.promote_types, sorted(dtypes, key=str))

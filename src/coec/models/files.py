@@ -76,6 +76,15 @@ def parse_json(path: Path, *, distinct: bool = False, infinite: bool = False) ->
         raise ValueError("it is nested too deeply") from None
 
 
+def decoded(config: Any) -> Any:
+    """Return a configuration with the floats that transformers writes as `{"__float__": …}`."""
+    if isinstance(config, dict):
+        if config.keys() == {"__float__"}:
+            return float(config["__float__"])
+        return {key: decoded(value) for key, value in config.items()}
+    return [decoded(value) for value in config] if isinstance(config, list) else config
+
+
 def _distinct(pairs: list[tuple[str, Any]]) -> JsonDict:
     content: JsonDict = {}
     for key, value in pairs:
@@ -189,18 +198,50 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Place of an expert's projection in a tensor of all experts.
+
+    Attributes:
+        expert: number of the expert.
+        rows: rows of the projection among its rows.
+        transposed: rows are the last dimension of the tensor.
+    """
+
+    expert: int
+    rows: slice
+    transposed: bool = False
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Take the projection out of the tensor."""
+        one = whole[self.expert]
+        return (one.T if self.transposed else one)[self.rows]
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Return its shape, of the shape of the tensor."""
+        return tuple(self.of(torch.empty(whole, device="meta")).shape)
+
+    def read(self, whole: Any) -> Tensor:
+        """Read it from an open file, where `whole` is a slice."""
+        if not self.transposed and self.rows.step is None:
+            part: Tensor = whole[self.expert, self.rows]
+            return part
+        one: Tensor = whole[self.expert]
+        return (one.T if self.transposed else one)[self.rows].contiguous()
+
+
+@dataclass(frozen=True)
 class Header:
     """A tensor as its safetensors file declares it; the dtype by its name there.
 
-    `stored` is the tensor's name there, with the prefix of a wrapper. `piece` indexes that tensor
-    if this one is a part of it.
+    `stored` is the tensor's name there, with the prefix of a wrapper. `piece` is the place in that
+    tensor if this one is a part of it.
     """
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     stored: str
-    piece: tuple[int, slice] | None = None
+    piece: Piece | None = None
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -209,11 +250,9 @@ class Header:
 
     def read(self, content: Any, folder: Path) -> Tensor:
         """Read the tensor from its open file; what else it needs from other files of the folder."""
-        tensor: Tensor = (
-            content.get_tensor(self.stored)
-            if self.piece is None
-            else content.get_slice(self.stored)[self.piece]
-        )
+        if self.piece is not None:
+            return self.piece.read(content.get_slice(self.stored))
+        tensor: Tensor = content.get_tensor(self.stored)
         return tensor
 
 

@@ -19,7 +19,7 @@ from coec.errors import OptionError
 from coec.models import non_uniform
 from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture, packaged
 from coec.models.description import LAYER
-from coec.models.files import JsonDict
+from coec.models.files import JsonDict, decoded
 from coec.models.layout import BLOCK_WIDTHS, EXPERT_COUNTS, Shape, Site
 
 YES, UNKNOWN = "yes", "not known"
@@ -152,6 +152,7 @@ class OutputFormat:
 def choose_format(
     config: JsonDict,
     pruned: Shape,
+    architecture: Architecture,
     *,
     biased: frozenset[str] = frozenset(),
     target: str = "hf",
@@ -162,6 +163,8 @@ def choose_format(
 
     Args:
         config: the dense model's raw configuration.
+        pruned: the pruned sizes.
+        architecture: that of the dense model.
         biased: the sites whose consumer will have a bias, from the dense model or the compensation.
         target: the loader that has to load the checkpoint as it is, by its name in `TARGETS`;
             transformers always does.
@@ -175,27 +178,30 @@ def choose_format(
     # that the target loads; every refusal is kept for the error.
     loader = LOADERS[TARGETS[target]]
     refusals: list[str] = []
-    types = ARCHITECTURES[config["model_type"]].written_as if relabel else (config["model_type"],)
-    all_sizes = _written_sizes(config, pruned)
+    types = architecture.written_as if relabel else (architecture.model_type,)
+    all_sizes = [pruned] if architecture.inferred else _written_sizes(config, pruned)
+    own_code = not pruned.uniform and not architecture.by_block
     nas = target == "vllm" and not pruned.uniform
     checked = target != "hf" and not nas  # how the loader treats Nemotron-NAS is known
     if nas:
         refusals = [f"not {config['model_type']}: all its blocks have one width"]
         types, all_sizes = (non_uniform.NAS_STOCK,), [pruned]
     for sizes, model_type in itertools.product(all_sizes, types):
-        architecture = ARCHITECTURES[model_type]
+        target_type = (
+            architecture if model_type == architecture.model_type else ARCHITECTURES[model_type]
+        )
         # Architecture → configuration → its class → target, each asked if the previous ones agree
         refusal = _nas_refusal(config, sizes) if nas else None
-        refusal = refusal or _refusal(config, architecture, sizes, biased)
-        new = {} if refusal else _rewritten(config, architecture, sizes, biased, nas=nas)
+        refusal = refusal or _refusal(config, target_type, sizes, biased)
+        new = {} if refusal else _rewritten(config, target_type, sizes, biased, nas=nas)
         refusal = refusal or _class_refusal(new)
         stored_type = non_uniform.NAS if nas else model_type
         traits = Traits(stored_type, new, sizes, biased, fewer_blocks)
         if refusal is None and checked and (verdict := loader.verdict(traits)) != YES:
             refusal = f"{loader.name}: {verdict}"
         if refusal is None:
-            name = architecture.class_name
-            code = None if pruned.uniform else non_uniform.code(model_type, name, nas=nas)
+            name = target_type.class_name
+            code = non_uniform.code(model_type, name, nas=nas) if own_code else None
             relabelled = "; ".join(refusals) if traits.model_type != config["model_type"] else None
             loads_in = {name: loader.verdict(traits) for name, loader in LOADERS.items()}
             return OutputFormat(new, relabelled, loads_in, code)
@@ -230,7 +236,8 @@ def _written_sizes(config: JsonDict, pruned: Shape) -> list[Shape]:
 
 def _nas_refusal(config: JsonDict, pruned: Shape) -> str | None:
     """Say why Nemotron-NAS cannot express the model."""
-    if non_uniform.NAS_STOCK not in ARCHITECTURES[config["model_type"]].written_as:
+    listed = ARCHITECTURES.get(config["model_type"])
+    if listed is None or non_uniform.NAS_STOCK not in listed.written_as:
         return f"it computes what a Llama does, and {config['model_type']} something else"
     if slides(config):
         return "it has no sliding window"
@@ -251,7 +258,8 @@ def _refusal(
 
 def _class_refusal(config: JsonDict) -> str | None:
     try:
-        AutoConfig.for_model(**copy.deepcopy(config))  # it changes its arguments
+        raw = decoded(copy.deepcopy(config))
+        AutoConfig.for_model(**raw)  # it changes its arguments
     except Exception as error:  # configuration classes may raise anything
         return (str(error).strip().splitlines() or [repr(error)])[-1].strip()
     return None
@@ -266,16 +274,17 @@ def _rewritten(
     removed = {"_name_or_path", "auto_map", BLOCK_WIDTHS, non_uniform.BLOCK_CONFIGS}
     dropped = removed.union(target.foreign if relabelled else ())
     keys = (pruned, target.model_type, target.class_name)
-    by_block = {} if pruned.uniform else non_uniform.config_keys(*keys, nas=nas)
+    stock = pruned.uniform or target.by_block
+    by_block = {} if stock else non_uniform.config_keys(*keys, nas=nas)
     return {
         **{key: value for key, value in config.items() if key not in dropped},
         "model_type": target.model_type,
         "architectures": [target.class_name],
         **({} if target.attention_kept else {"head_dim": pruned.head_dim}),
-        **pruned.keys(),
-        **{key: pruned.experts for key in EXPERT_COUNTS if config.get(key) is not None},
+        **{key: pruned.experts for key in EXPERT_COUNTS if type(config.get(key)) is int},
+        **target.sizes(pruned),
         **by_block,
-        **{flag: True for site, flag in target.bias_flags.items() if site in biased},
+        **{flag: True for site, flag in target.bias_flags.items() if flag and site in biased},
         **(target.added(pruned) if relabelled else {}),
     }
 
@@ -311,14 +320,16 @@ def without_blocks(config: JsonDict, dropped: Collection[int]) -> JsonDict:
     """
     if not dropped:
         return config
-    layers = config[_LAYERS]
+    resolved: Any = AutoConfig.for_model(**_plain(config))
+    layers = resolved.num_hidden_layers
     stay = [index for index in range(layers) if index not in dropped]
     short = {
         key: [value[index] for index in stay]
         if isinstance(value, list) and len(value) == layers
         else value
         for key, value in (config | _kinds(config)).items()
-    } | {_LAYERS: len(stay)}
+    }
+    short |= {_LAYERS: len(stay)} if _LAYERS in config else {}
     if _FIRST in config:
         short[_FIRST] = sum(index < config[_FIRST] for index in stay)
     if (step := config.get(_STEP, 1)) > 1 or config.get(_INDICES):
@@ -337,8 +348,13 @@ def has_kinds(config: JsonDict) -> bool:
 
 def _kinds(config: JsonDict) -> dict[str, list[Any]]:
     """Return the lists of `_BY_BLOCK` as the class has them, given or derived; none it lacks."""
-    resolved: Any = AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})
+    resolved: Any = AutoConfig.for_model(**_plain(config))
     return {key: value for key in _BY_BLOCK if (value := getattr(resolved, key, None))}
+
+
+def _plain(config: JsonDict) -> JsonDict:
+    """Return a configuration as its class takes it, without code."""
+    return {key: value for key, value in decoded(config).items() if key != "auto_map"}
 
 
 def renumbered(name: str, dropped: Collection[int]) -> str | None:

@@ -86,6 +86,7 @@ class Shape:
         expert_ffn: intermediate channels of every expert, if experts have a separate size; else 0.
         by_block: fields of this class with their values for each block, if widths differ by block;
             empty if all blocks are alike.
+        shared_ffn: intermediate channels of shared experts, if they have a separate size; else 0.
         experts: number of experts in a block, if there are any; else 0.
         expert_groups: number of equal groups of experts among which a router chooses first.
     """
@@ -100,6 +101,7 @@ class Shape:
     by_block: tuple[tuple[tuple[str, int], ...], ...] = ()
     experts: int = 0
     expert_groups: int = 1
+    shared_ffn: int = 0
 
     @classmethod
     def of(cls, config: JsonDict) -> "Shape":
@@ -165,7 +167,7 @@ class Shape:
         return [n for n in range(1, _MOST_GPUS + 1) if all(b._splits(n, columns) for b in blocks)]
 
     def _splits(self, gpus: int, columns: int) -> bool:
-        inputs = self.heads * self.head_dim, self.ffn, self.expert_ffn
+        inputs = self.heads * self.head_dim, self.ffn, self.expert_ffn, self.shared_ffn
         return (
             self.heads % gpus == 0
             and (self.kv_heads % gpus == 0 or gpus % self.kv_heads == 0)
@@ -191,8 +193,11 @@ class Shape:
 
     def keys(self) -> dict[str, int]:
         """The sizes that pruning changes, as configuration keys; of the widest block."""
-        sizes = {key: getattr(self, name) for key, name in _FIELDS.items()}
-        return sizes | ({"moe_intermediate_size": self.expert_ffn} if self.expert_ffn else {})
+        return self.heads_keys() | {"intermediate_size": self.ffn}
+
+    def heads_keys(self) -> dict[str, int]:
+        """The sizes of attention that pruning changes, as configuration keys."""
+        return {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads}
 
 
 def in_words(width: int | Sequence[int]) -> str:
@@ -211,12 +216,14 @@ def split_over(sizes: Mapping[str, Sequence[int]]) -> str:
 class Rows:
     """Rows of a stored tensor that a site's units own, in runs of equal length and in order.
 
-    A projection that shares a tensor with others is a range of its rows.
+    A projection that shares a tensor with others is a range of its rows. Tensors of a router may
+    have another dimension than the first for its experts: `dim`.
     """
 
     tensor: str
     start: int
     stop: int
+    dim: int = 0
 
     def of(self, units: KeptSet) -> Int[Tensor, " rows"]:
         """Indices of the rows that the kept units own."""

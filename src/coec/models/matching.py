@@ -15,11 +15,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from coec.errors import ModelError
-from coec.models.architectures import architecture_of
-from coec.models.description import numbered_layers
-from coec.models.files import FLOAT_DTYPES, Header, read_headers, read_tensor
+from coec.models.architectures import ARCHITECTURES, architecture_of
+from coec.models.description import Description, numbered_layers
+from coec.models.files import FLOAT_DTYPES, Header, opened, read_headers
 from coec.models.folder import find_model, read_config
 from coec.models.layout import Rows, Site
+from coec.models.names import placer
 
 _NAMED = 3
 """Number of rows that an error names."""
@@ -43,13 +44,20 @@ class RawCheckpoint:
     headers: dict[str, Header]
 
     @classmethod
-    def open(cls, model: "str | Path | RawCheckpoint") -> "RawCheckpoint":
-        """Read the configuration, whose type must be supported, and every file's header."""
+    def open(cls, model: "str | Path | RawCheckpoint", dense: Description) -> "RawCheckpoint":
+        """Read the type of the model, and every file's header; both by names of the dense model."""
         if isinstance(model, RawCheckpoint):
             return model
         folder = find_model(model)
-        architecture_of(read_config(folder))
+        model_type = architecture_of(read_config(folder)).model_type
+        if model_type not in ARCHITECTURES and model_type != dense.architecture.model_type:
+            raise ModelError(
+                f"'{model}' is a {model_type}, and the dense model a "
+                f"{dense.architecture.model_type}: it is not pruned from this model"
+            )
         headers = read_headers(folder)
+        if dense.names.running:
+            headers = dense.names.of_headers(headers, placer(dense.skeleton()))
         for name, header in headers.items():
             if header.dtype not in FLOAT_DTYPES:
                 raise ModelError(
@@ -76,7 +84,8 @@ class RawCheckpoint:
     def tensor(self, name: str) -> Tensor:
         """Read one tensor, on the CPU in its stored dtype."""
         header = self.headers[name]
-        return read_tensor(self.folder / header.file, header.stored)
+        with opened(self.folder / header.file) as file:
+            return header.read(file, self.folder)
 
     @cached_property
     def digest(self) -> str:

@@ -47,10 +47,10 @@ class Fp8(Header):
     def read(self, content: Any, folder: Path) -> Tensor:
         """Read the weight in bfloat16; its scales are in any file of the folder."""
         weight = super().read(content, folder)
-        expert, rows = self.piece or (slice(None), slice(0, None))
-        scale = _read(folder, self.scale, expert)
+        piece = self.piece
+        scale = _read(folder, self.scale, slice(None) if piece is None else piece.expert)
         if weight.ndim == 2:
-            return scaled(weight, scale, self.block, rows.start)
+            return scaled(weight, scale, self.block, 0 if piece is None else piece.rows.start)
         return torch.stack([scaled(*pair, self.block) for pair in zip(weight, scale, strict=True)])
 
 
@@ -73,9 +73,9 @@ class Mxfp4(Header):
             codes, scales = content.get_tensor(self.stored), _read(folder, self.scale)
             pairs = zip(codes, scales, strict=True)
             return torch.stack([mxfp4(*pair).mT for pair in pairs])
-        expert, *part = self.piece
-        codes = content.get_slice(self.stored)[expert]
-        return mxfp4(codes, _read(folder, self.scale, expert)).mT[tuple(part)].contiguous()
+        codes = content.get_slice(self.stored)[self.piece.expert]
+        rows = mxfp4(codes, _read(folder, self.scale, self.piece.expert))
+        return rows[self.piece.rows].contiguous()
 
 
 def _read(folder: Path, header: Header, expert: int | slice = slice(None)) -> Tensor:

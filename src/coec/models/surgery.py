@@ -1,27 +1,20 @@
-"""Tensors of a block: rows and columns cut (METHODS §1), and experts stacked as layers run them.
-
-Checkpoints have one tensor for each expert, the model that runs one parameter for all: transformers
-5 stacks experts as it loads, and splits them as it saves. This package prunes and writes one tensor
-for each expert, and also reads files with one for all; they are stacked where a layer is to run.
-"""
+"""Tensors of a block: rows and columns cut (METHODS §1), and what single experts read."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from coec.errors import ModelError, NumericalError
-from coec.models.architectures import CORRECTION, ExpertNames
-from coec.models.files import Header
+from coec.errors import NumericalError
+from coec.models.architectures import WIDE
 from coec.models.layout import BlockLayout, Rows, Site
+from coec.models.names import is_transposed
 from coec.types import KeptSet, SiteResult
-
-_STACKED = "gate_up_proj", "down_proj"
-"""Parameters of all experts of a block: experts × (gate rows, up rows) × hidden, and experts ×
-hidden × channels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +56,7 @@ def cut_block(
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor among weights in `dtype`: at least float32 for corrections."""
-    corrects = name.endswith(CORRECTION)
+    corrects = name.endswith(WIDE)
     return torch.promote_types(dtype, torch.float32) if corrects else dtype
 
 
@@ -74,17 +67,21 @@ def without_experts(
 
     The kept experts are numbered anew, in their order.
     """
-    routers = {rows.tensor: rows.of(experts) for rows in block.router}
+    routers = {rows.tensor: (rows.dim, rows.of(experts)) for rows in block.router}
     # Old number of an expert → its number among the kept experts
     numbers = {old: new for new, old in enumerate(experts.indices.tolist())}
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name)
         if match is None:
-            out[name] = tensor[routers[name]] if name in routers else tensor
+            out[name] = _of_experts(tensor, *routers[name]) if name in routers else tensor
         elif int(match[2]) in numbers:
             out[f"{match[1]}{numbers[int(match[2])]}{match[3]}"] = tensor
     return out
+
+
+def _of_experts(tensor: Tensor, dim: int, experts: Int[Tensor, " kept"]) -> Tensor:
+    return tensor.index_select(dim, experts)
 
 
 def channel_units(
@@ -101,6 +98,8 @@ def channel_units(
         up = weights[-1]
         if site.value is not None or len(weights) < 2 or up not in tensors:
             continue  # attention, an MLP without a gate, an expert that is gone
+        if site.routed and any(rows.tensor.endswith("bias") for rows in site.producers):
+            continue  # gpt-oss clamps its up projection, and adds 1
         # In a matrix of both, the up projection is the second half.
         first = len(tensors[up]) // 2 if up == weights[0] else 0
         sizes = tensors[up][first:].double().square().mean(dim=1).sqrt()
@@ -156,105 +155,8 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return written
 
 
-def stacked(tensors: Mapping[str, Tensor], names: ExpertNames | None) -> dict[str, Tensor]:
-    """Stack a checkpoint's tensors as the model that runs has them: inverse of `unstacked`."""
-    if names is None:
-        return dict(tensors)
-    state: dict[str, Tensor] = {}
-    experts: dict[str, dict[int, dict[str, Tensor]]] = {}
-    for name, tensor in tensors.items():
-        prefix, suffix = _split(name, names.stored)
-        if not suffix:
-            state[name] = tensor
-        elif match := re.fullmatch(r"experts\.(\d+)\.(\w+)\.weight", suffix):
-            number, module = int(match[1]), match[2]
-            experts.setdefault(prefix, {}).setdefault(number, {})[module] = tensor
-        else:
-            state[f"{prefix}{names.module}.{suffix}"] = tensor
-    for prefix, by_number in experts.items():
-        ordered = [by_number[n] for n in sorted(by_number)]
-        gate_up = [torch.cat([expert[names.gate], expert[names.up]]) for expert in ordered]
-        module = f"{prefix}{names.module}.experts."
-        state[f"{module}{_STACKED[0]}"] = torch.stack(gate_up)
-        state[f"{module}{_STACKED[1]}"] = torch.stack([expert[names.down] for expert in ordered])
-    return state
-
-
-def unstacked(state: Mapping[str, Tensor], names: ExpertNames | None) -> dict[str, Tensor]:
-    """Take a running model's tensors apart as checkpoints have them: inverse of `stacked`.
-
-    Raises ModelError for a model that has a module for each expert, as transformers 4.57 builds it.
-    """
-    if names is None:
-        return dict(state)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if _split(name, names.module)[1].startswith("experts.0."):
-            raise ModelError(
-                "models of experts need transformers 5: the installed release has a module for "
-                "each, whose inputs come without the router's weights"
-            )
-        for stored, piece in _parts(name, tensor.shape, names).items():
-            tensors[stored] = tensor if piece is None else tensor[piece].contiguous()
-    return tensors
-
-
-def unstacked_headers(
-    headers: Mapping[str, Header], names: ExpertNames | None
-) -> dict[str, Header]:
-    """Take files' tensors of all experts apart, as some programs save them; others stay.
-
-    Raises ModelError if an expert is also in the files by itself.
-    """
-    if names is None:
-        return dict(headers)
-    apart: dict[str, Header] = {}
-    for name, header in headers.items():
-        for stored, piece in _parts(name, header.shape, names).items():
-            if piece is None:
-                apart[stored] = header
-                continue
-            if stored in headers:
-                raise ModelError(
-                    f"{stored} is in the files by itself and in {name}: loaders differ in which "
-                    "they read"
-                )
-            shape = piece[1].stop - piece[1].start, header.shape[2]
-            apart[stored] = replace(header, shape=shape, piece=piece)
-    return apart
-
-
-def _parts(
-    name: str, shape: Sequence[int], names: ExpertNames
-) -> dict[str, tuple[int, slice] | None]:
-    """Return the tensors of a checkpoint that a tensor of a running model becomes, by name: itself,
-    or where every expert's projections are in the tensor of all experts.
-
-    The gate projection is the first half of the rows, the up projection the second.
-    """
-    prefix, suffix = _split(name, names.module)
-    parameter = suffix.removeprefix("experts.")
-    if parameter not in _STACKED or len(shape) != 3:
-        return {f"{prefix}{names.stored}.{suffix}" if suffix else name: None}
-    modules = (names.gate, names.up) if parameter == _STACKED[0] else (names.down,)
-    experts, rows = shape[0], shape[1] // len(modules)
-    return {
-        f"{prefix}{names.stored}.experts.{expert}.{module}.weight": (
-            expert, slice(part * rows, (part + 1) * rows),
-        )
-        for expert in range(experts)
-        for part, module in enumerate(modules)
-    }  # fmt: skip
-
-
-def _split(name: str, module: str) -> tuple[str, str]:
-    """Split a tensor's name around that of a module of its block; empty if it is in no such."""
-    match = re.fullmatch(rf"((?:model\.layers\.\d+\.)?){re.escape(module)}\.(.+)", name)
-    return (match[1], match[2]) if match else ("", "")
-
-
 def routed_inputs(
-    experts: nn.Module, args: Iterable[Tensor]
+    experts: Any, args: tuple[Tensor, ...]
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
     """Yield each expert's number, its tokens, its last projection's inputs, norms of its outputs.
 
@@ -262,23 +164,74 @@ def routed_inputs(
     weight p of this expert. The model applies p after the projection, which is linear, so that the
     projection of this row is the expert's contribution to the hidden states. One expert's rows are
     in memory at a time; `args` are the arguments of the module: hidden states, and the experts and
-    weights of every token.
+    weights of every token; or the weighted hidden states of all tokens, for one expert after the
+    other.
     """
-    hidden, index, weights = args
-    gate_up: Tensor = experts.gate_up_proj  # type: ignore[assignment]
-    down: Tensor = experts.down_proj  # type: ignore[assignment]
-    for expert, weight in enumerate(gate_up):
+    hidden = args[0]
+    if len(args) == 1:
+        for expert, inputs in enumerate(
+            hidden.reshape(len(experts.down_proj), -1, hidden.shape[-1])
+        ):
+            token = inputs.any(dim=-1).nonzero().flatten()
+            alone = torch.zeros_like(hidden).view(len(experts.down_proj), -1, hidden.shape[-1])
+            alone[expert] = inputs
+            out, channels = _noted(experts, alone.view_as(hidden))
+            norms = out.view_as(alone)[expert, token].norm(dim=-1)
+            yield expert, token, channels[expert, token], norms
+        return
+    _, index, weights = args
+    for expert in range(len(experts.down_proj)):
         # Tokens of the expert, and at which of their experts' places its weight stands
         token, place = (index == expert).nonzero(as_tuple=True)
-        # x → (gate, up) → h = act(gate) ⊙ up → p h → ‖W p h‖
-        gate, up = nn.functional.linear(hidden[token], weight).chunk(2, dim=-1)
-        channels: Tensor = experts.act_fn(gate) * up  # type: ignore[operator]
+        p = weights[token, place, None]
+        if not len(token):
+            channels = hidden.new_zeros(0, _channels(experts))
+            yield expert, token, channels, channels.sum(dim=-1)
+            continue
+        # The module itself, of these tokens and this expert alone
+        out, channels = _noted(experts, hidden[token], torch.full_like(index[token, :1], expert), p)
         # float32 or wider, so that p h is not rounded to the narrow dtype of h.
         wide = torch.promote_types(channels.dtype, torch.float32)
-        inputs = channels.to(wide) * weights[token, place, None]
-        yield (
-            expert,
-            token,
-            inputs,
-            nn.functional.linear(inputs, down[expert].to(inputs)).norm(dim=-1),
-        )
+        yield expert, token, channels.to(wide) * p, out.norm(dim=-1)
+
+
+def _of_all(
+    experts: Any, hidden: Float[Tensor, "tokens h"]
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Yield as `routed_inputs` where every expert gets all tokens, times its weight or 0."""
+    count = len(experts.down_proj)
+    out, channels = _noted(experts, hidden)
+    by_expert = (t.reshape(count, -1, t.shape[-1]) for t in (hidden, channels, out))
+    for expert, (inputs, inside, output) in enumerate(zip(*by_expert, strict=True)):
+        token = inputs.any(dim=-1).nonzero().flatten()
+        yield expert, token, inside[token], output[token].norm(dim=-1)
+
+
+def _channels(experts: Any) -> int:
+    size: int = experts.down_proj.shape[1 if is_transposed(experts) else 2]
+    return size
+
+
+class _Inputs(TorchFunctionMode):
+    """Notes what the products with a parameter of all experts read."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__()
+        self._storage, self.read = parameter.untyped_storage().data_ptr(), list[Tensor]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        product = len(args) > 1 and all(isinstance(arg, Tensor) for arg in args[:2])
+        if product and args[1].untyped_storage().data_ptr() == self._storage:
+            self.read.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _noted(experts: Any, *args: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output of a module of experts, and the inputs of their last projection."""
+    noting = _Inputs(experts.down_proj)
+    with noting:
+        out: Tensor = experts.forward(*args)
+    (channels,) = noting.read
+    return out, channels

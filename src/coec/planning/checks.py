@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,9 +40,13 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
             f"attention of {name} is kept whole ({architecture.attention_kept}), got "
             f"attention_sparsity = {recipe.attention_sparsity:g}: leave it out"
         )
-    if recipe.by_block and (model.around or architecture.blocks.experts):
-        inside = "a language model inside another" if model.around else "a model of experts"
+    if recipe.by_block and (model.around or not model.listed or architecture.blocks.experts):
+        inside = "a language model inside another" if model.around else (
+            "a model of experts" if architecture.blocks.experts else "types without a table"
+        )  # fmt: skip
         raise OptionError(f"by_block is not supported for {inside} ({name}): leave it out")
+    if model.reads_tokens:
+        _check_tokens(name, recipe)
     if recipe.reconstruct and forward == torch.float16:
         raise OptionError(
             "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
@@ -69,6 +73,46 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
         )
 
 
+def _check_tokens(name: str, recipe: Recipe) -> None:
+    """Raise OptionError for settings that run layers apart from the tokens that they read."""
+    for setting in ("reconstruct", "drop_blocks"):
+        if setting in recipe.model_fields_set and getattr(recipe, setting):
+            raise OptionError(f"{setting} is not supported for {name} ({_READS}): set {setting}=0")
+
+
+_READS = "its layers get more of the tokens than the hidden states"
+
+
+def check_widths(model: Description, widths: Widths, built: Mapping[str, torch.Size]) -> None:
+    """Raise OptionError unless a class builds the tensors that widths leave.
+
+    Args:
+        model: the dense model.
+        widths: the widths.
+        built: shapes of all tensors of the class, with the configuration that is written.
+    """
+    expected = {name: list(shape) for name, shape in model.shapes.items()}
+    for site in model.layout.sites:
+        gone = site.units - widths.of(site)
+        for rows in site.producers:
+            expected[rows.tensor][0] -= (rows.stop - rows.start) // site.units * gone
+        expected[site.weight][1] -= site.columns_per_unit * gone
+        if not widths.stays(site):
+            for name in site.tensors & expected.keys():
+                del expected[name]
+    for rows in (rows for block in model.layout.blocks for rows in block.router):
+        expected[rows.tensor][rows.dim] = widths.experts or rows.stop
+    for name in sorted(expected.keys() | built.keys()):
+        new, wanted = built.get(name), expected.get(name)
+        if new is None or wanted is None or list(new) != wanted:
+            shapes = [None if s is None else tuple(s) for s in (wanted, new)]
+            raise OptionError(
+                f"a {model.architecture.model_type} of these widths is built otherwise: {name} is "
+                f"to be {shapes[0]}, and its class makes it {shapes[1]}: choose another sparsity "
+                "or multiple_of"
+            )
+
+
 def _check_heads(model: Description) -> None:
     """Raise OptionError if no KV group has a query head to spare."""
     if model.architecture.attention_kept:
@@ -89,7 +133,7 @@ def _check_experts(model: Description, sparsity: float) -> None:
     count, name = model.layout.experts, model.architecture.model_type
     if not count:
         raise OptionError(f"expert_sparsity removes whole experts, and {name} has none")
-    groups, chosen = model.shape.expert_groups, int(model.config["num_experts_per_tok"])
+    groups, chosen = model.shape.expert_groups, model.chosen
     each = kept_count(count // groups, sparsity)
     reachable = each * (int(model.config["topk_group"]) if groups > 1 else 1)
     if reachable < chosen:
@@ -148,6 +192,8 @@ def notes_of(
     if recipe.propagate and (adds := model.architecture.adds):
         name = model.architecture.model_type
         yield f"compensations are for the dense model's inputs: blocks of {name} add {adds}"
+    if recipe.reconstruct and model.reads_tokens:
+        yield f"blocks of {model.architecture.model_type} are not trained: {_READS}"
     if reason := model.architecture.attention_kept:
         yield f"attention is kept whole: {reason}"
     if kept is not None:

@@ -227,7 +227,8 @@ def infer_kept(dense: str | Path | Dense, pruned: str | Path) -> KeptUnits:
     Raises:
         ModelError: a model cannot be read, or units are none of the dense model's.
     """
-    dense, checkpoint = Dense.open(dense), RawCheckpoint.open(pruned)
+    dense = Dense.open(dense)
+    checkpoint = RawCheckpoint.open(pruned, dense)
     numbers = _matched_blocks(dense, checkpoint)
     checkpoint = checkpoint.renumbered(numbers)
     dropped = tuple(sorted(set(range(dense.shape.layers)) - set(numbers.values())))

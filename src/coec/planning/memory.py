@@ -258,7 +258,7 @@ def weights_met(model: Description, shapes: Mapping[str, torch.Size]) -> float:
 def _share(model: Description, site: Site) -> float:
     """Fraction of the tokens that come to a site."""
     routed = site.routed and model.shape.experts
-    return float(model.config["num_experts_per_tok"]) / model.shape.experts if routed else 1.0
+    return model.chosen / model.shape.experts if routed else 1.0
 
 
 def _solve(plan: Plan, site: Site) -> float:

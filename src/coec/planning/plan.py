@@ -1,6 +1,6 @@
 """The plan: how many units stay, in which format, where and in which dtypes it is computed."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,11 +21,12 @@ from coec.events import as_html
 from coec.methods import Method
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.formats import OutputFormat, choose_format, renumbered
+from coec.models.formats import OutputFormat, choose_format, renumbered, without_blocks
 from coec.models.layout import QUANTISED_COLUMNS, BlockLayout, Shape, Site, in_words
+from coec.models.names import Source
 from coec.models.non_uniform import FILE as CODE
 from coec.planning.by_importance import Importances, by_importance
-from coec.planning.checks import check_model, notes_of
+from coec.planning.checks import check_model, check_widths, notes_of
 from coec.planning.kept import KeptUnits
 from coec.planning.widths import Costs, Rounding, Shares, Widths, shares_for, uniform
 from coec.text.windows import DEFAULT_SEQ_LEN, resolve_seq_len, validation_count
@@ -210,15 +211,17 @@ class Plan:
         biased = frozenset(
             site.kind
             for site in model.layout.sites
-            if site.bias in model.shapes
+            if (site.bias in model.shapes and not model.architecture.inferred)
             or (self.method.adds_bias and (adds_everywhere or widths.removes_from(site)))
         )
         around = model.around
         output = choose_format(
-            model.config, pruned, biased=biased, target=recipe.target, relabel=around is None,
-            fewer_blocks=bool(self.dropped),
+            model.config, pruned, model.architecture, biased=biased, target=recipe.target,
+            relabel=around is None, fewer_blocks=bool(self.dropped),
         )  # fmt: skip
-        shapes = Description.of(output.config).shapes
+        shapes = Description.of(output.config, model.architecture).shapes
+        if model.architecture.inferred:
+            check_widths(model, widths, shapes)
         if around is not None:
             around.check(around.with_sizes(model.config, output.config), shapes)
         if recipe.tensor_parallel not in (possible := pruned.gpus()):
@@ -336,7 +339,7 @@ class Plan:
     @property
     def trains(self) -> bool:
         """True if blocks are trained."""
-        return self.recipe.reconstruct > 0
+        return self.recipe.reconstruct > 0 and not self.model.reads_tokens
 
     @property
     def sequential(self) -> bool:
@@ -351,7 +354,7 @@ class Plan:
     @cached_property
     def pruned_model(self) -> Description:
         """The pruned model as its configuration describes it, dropped blocks included."""
-        return Description.of(self.output.config)
+        return Description.of(self.output.config, self.model.architecture)
 
     @property
     def dense(self) -> Shape:
@@ -380,6 +383,24 @@ class Plan:
             return {name: name for name in self.pruned_shapes}
         renamed = {renumbered(name, self.dropped): name for name in self.pruned_shapes}
         return {stored: name for stored, name in renamed.items() if stored is not None}
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Names of the tensors in the files of the result, and what they are made of."""
+        written: Mapping[str, Source] = self.pruned_model.names.written
+        if self.dropped and written:
+            config = without_blocks(self.output.config, self.dropped)
+            written = Description.of(config, self.model.architecture).names.written
+        before = self.stored_names
+        if not written:
+            return dict(before)
+        return {
+            file: before[source]
+            if isinstance(source, str)
+            else replace(source, names=tuple(before[name] for name in source.names))
+            for file, source in written.items()
+            if not isinstance(source, str) or source in before
+        }
 
     @property
     def tokens(self) -> int:

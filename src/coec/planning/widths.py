@@ -14,8 +14,6 @@ from coec.models.description import Description
 from coec.models.layout import BlockLayout, Layout, Site
 from coec.planning.kept import KeptUnits
 
-CHOSEN = "num_experts_per_tok"
-"""Configuration key of the number of experts that a token passes."""
 MULTIPLES = (256, 128, 64, 32)
 """`multiple_of = auto` chooses from these: blocks of K-quants, tensor cores and Q8_0."""
 OF_EXPERTS = 8
@@ -68,7 +66,7 @@ class Widths:
                 continue
             # An expert's rows of the router go with it.
             for rows in block.router:
-                row = costs.model.shapes[rows.tensor][1:].numel()
+                row = costs.model.shapes[rows.tensor].numel() // rows.stop
                 removed += (rows.stop - self.experts) * row
         return round(removed)
 
@@ -96,13 +94,13 @@ class Costs:
         if not self.active or not experts:
             return total
         inside = sum(shape.numel() for name, shape in shapes.items() if ".experts." in name)
-        return total - inside + inside * int(self.model.config[CHOSEN]) // experts
+        return total - inside + inside * self.model.chosen // experts
 
     def passed(self, site: Site) -> float:
         """Return the share of a site's units that count: of experts, if `active`, the chosen."""
         if not (self.active and site.routed):
             return 1.0
-        return int(self.model.config[CHOSEN]) / self.model.shape.experts
+        return self.model.chosen / self.model.shape.experts
 
     def unit(self, site: Site) -> int:
         """The size of one unit."""

@@ -20,7 +20,7 @@ from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.files import JsonDict
 from coec.models.folder import REPORT
-from coec.models.surgery import cast, stacked, unstacked
+from coec.models.surgery import cast
 from coec.recovery import plan
 from coec.recovery.text import read_windows
 from coec.text.tokens import check_same_tokenizer, source_of
@@ -133,7 +133,7 @@ class Job:
         """Build the pruned model for use, with its own weights or others by their stored names."""
         network = self._loaded(self.pruned, self.device)
         if tensors is not None:
-            state = stacked(tensors, self.pruned.architecture.blocks.experts)
+            state = self.pruned.names.in_model(tensors)
             network.load_state_dict(state, strict=not self.pruned.tied)
         return network
 
@@ -161,7 +161,7 @@ class Job:
         student.load_state_dict(state, assign=True)
         if self.recovery.lora is not None:
             student = student.merge_and_unload()
-        tensors = unstacked(student.state_dict(), self.pruned.architecture.blocks.experts)
+        tensors = self.pruned.names.taken_apart(student.state_dict())
         files = self.pruned.files
         return {name: cast(tensors[name], self.pruned.tensor(name).dtype, name) for name in files}
 

@@ -352,6 +352,7 @@ class Session:
                 for name in names
             }
             if file not in pieces:
+                shard = job.pruned.names.in_files(shard)
                 write = partial(write_tensors, shard, metadata={"format": "pt"})
                 pieces.put(file, folder / file, write)
         for name in filter(None, (CONFIG, KEPT, INDEX, job.report.plan.get("code"))):

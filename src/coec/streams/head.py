@@ -1,7 +1,7 @@
 """The end of a model: its final norm, the logits, and how well they predict a text."""
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coec.devices import LOGITS_PER_PASS
+from coec.models.calls import compute_buffers, decoder_of, imitate
 from coec.models.dense import Dense
-from coec.models.description import compute_buffers
-from coec.streams.layers import imitate
 
 _LARGEST = 700
 """Cross-entropy beyond which there is no perplexity in float64."""
@@ -91,47 +90,61 @@ class _Given(nn.Module):
         imitate(layer, self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.state,) if self.in_tuple else self.state
+        return (self.state, None) if self.in_tuple else self.state
 
 
 class Head:
     """The end of a dense model; hidden states may wait on another device than it computes on."""
 
     def __init__(self, dense: Dense, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
+        self._device, self._dtype = device, dtype
         model: Any = dense.skeleton(dtype).requires_grad_(requires_grad=False)
-        compute_buffers(model, device)
-        # No layers: a stand-in hands the final norm and the head whatever states are given.
-        self._given = _Given(model.base_model.layers[0])
-        model.base_model.layers = nn.ModuleList([self._given])
+        _, decoder = decoder_of(model)
+        # No layers: a stand-in hands the final norm and the head whatever states are given. What is
+        # embedded on the way plays no part, so that embeddings are zeros, which take no memory.
+        self._given = _Given(decoder.layers[0])
+        decoder.layers = nn.ModuleList([self._given])
+        compute_buffers(decoder, device)
+        nothing = torch.zeros(1, device=device, dtype=dtype)
+        unused = {
+            f"{name}.weight": nothing.expand(module.weight.shape)
+            for name, module in decoder.named_modules()
+            if isinstance(module, nn.Embedding)
+        }
+        decoder.load_state_dict(unused, strict=False, assign=True)
         layout = dense.layout
-        head = layout.embedding if dense.tied else layout.head
-        for module, name in (
-            (model.base_model.norm, layout.norm), (model.get_output_embeddings(), head)
-        ):  # fmt: skip
-            for key in dict(module.named_parameters()):
-                tensor = dense.tensor(name.removesuffix("weight") + key).to(device, dtype)
-                setattr(module, key, nn.Parameter(tensor, requires_grad=False))
-        self._model = model
+        head = dense.tensor(layout.embedding if dense.tied else layout.head).to(device, dtype)
+        model.get_output_embeddings().weight = nn.Parameter(head, requires_grad=False)
+        ends = {name for name, p in model.named_parameters() if p.is_meta}
+        outside = (layout.head, *dense.outside) if not dense.tied else dense.outside
+        weights = dense.names.in_model({name: dense.tensor(name) for name in outside})
+        given = {n: t.to(device, dtype) for n, t in weights.items() if n in ends}
+        model.load_state_dict(given, strict=False, assign=True)
+        self._model = model.requires_grad_(requires_grad=False)
         self._given.in_tuple = not self._returns_all()
 
     @torch.no_grad()
     def _returns_all(self) -> bool:
         """Return whether the model takes a layer's output itself, and not the first of a tuple."""
-        norm = self._model.base_model.norm
         # The output of a layer differs by model and release: one run on two tokens shows it.
-        self._given.state = torch.ones(1, 2, len(self.norm)).to(norm.weight)
+        self._given.state = torch.ones(1, 2, self.hidden, device=self._device, dtype=self._dtype)
         try:
-            out = self._model.base_model(inputs_embeds=self._given.state, use_cache=False)
-        except IndexError:  # the first of a tensor is a row, which lacks a dimension
+            shape: torch.Size = self._run().shape
+        except (IndexError, ValueError):  # the first of a tensor is a row, which lacks a dimension
             return False
-        shape: torch.Size = out.last_hidden_state.shape
-        return shape == self._given.state.shape
+        return shape[:2] == self._given.state.shape[:2]
+
+    def _run(self) -> Tensor:
+        """Return the logits of the states that are given."""
+        ids = torch.zeros(self._given.state.shape[:2], dtype=torch.int64, device=self._device)
+        logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
+        return logits
 
     @property
-    def norm(self) -> Float[Tensor, " h"]:
-        """The final norm's weight."""
-        return cast(Tensor, self._model.base_model.norm.weight)
+    def hidden(self) -> int:
+        """Size of a hidden state."""
+        size: int = self._model.config.hidden_size
+        return size
 
     @torch.no_grad()
     def predicted(
@@ -173,7 +186,8 @@ class Head:
             # Dense states → log q, no derivatives; pruned states → log p → KL(q ‖ p), ∂KL/∂states
             with torch.no_grad():
                 log_q = self._logits(dense_run).log_softmax(dim=-1)
-            inputs = run.detach().to(self.norm).requires_grad_(state.requires_grad)
+            inputs = run.detach().to(self._device, self._dtype)
+            inputs.requires_grad_(state.requires_grad)
             with torch.set_grad_enabled(state.requires_grad):
                 log_p = self._logits(inputs).log_softmax(dim=-1)
                 value = F.kl_div(log_p, log_q, log_target=True, reduction="sum")
@@ -190,7 +204,7 @@ class Head:
     def _logits(self, state: Float[Tensor, "tokens h"]) -> Float[Tensor, "tokens v"]:
         """Return logits in float32 or wider."""
         self._given.state = state[None].to(self._device)
-        logits: Tensor = self._model(inputs_embeds=self._given.state, use_cache=False).logits[0]
+        logits = self._run()[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 

@@ -22,6 +22,7 @@ from coec import parallel
 from coec.errors import NumericalError
 from coec.events import Progress
 from coec.methods.block_training import step_tokens
+from coec.models.calls import State
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
@@ -30,7 +31,7 @@ from coec.planning.by_importance import by_error
 from coec.planning.plan import Plan
 from coec.solve import naming, solve_site
 from coec.streams.head import Head
-from coec.streams.layers import Layers, State
+from coec.streams.layers import Layers
 from coec.streams.streams import BlockSums, Streams
 from coec.text.windows import TRIED_TOKENS, first_windows
 
@@ -141,7 +142,8 @@ class Sensitivity:
         windows = first_windows(windows, TRIED_TOKENS)
         batches = windows.split(step_tokens(windows.shape[1]) // windows.shape[1])
         self._layers = Layers(dense, device=plan.device, dtype=plan.forward)
-        self._dense = self._layers.embed(batches, dense.tensor(dense.layout.embedding))
+        states = self._layers.embed(dict(enumerate(batches)), dense.outside_tensors())
+        self._dense = list(states.values())
         # All models share the embedding, so that their states begin as the same tensors.
         self._changed = dict.fromkeys(_RULE, self._dense)
         self._inputs: dict[int, dict[float, list[State]]] = {}
@@ -305,7 +307,7 @@ def choose_blocks(
     windows, count = first_windows(windows, TRIED_TOKENS), plan.recipe.drop_blocks
     blocks = dense.layout.blocks
     layers = Layers(dense, device=plan.device, dtype=plan.forward)
-    start = layers.embed([windows], dense.tensor(dense.layout.embedding))[0]
+    start = layers.embed({0: windows}, dense.outside_tensors())[0]
     head, gone = Head(dense, device=plan.device, dtype=plan.forward), set[int]()
     dense_state = start
     for turn in range(count):

@@ -6,46 +6,29 @@ without weights: nothing of rotary embeddings, masks or positions is rebuilt.
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from coec.devices import AHEAD, hand_back
-from coec.errors import ModelError
-from coec.models.description import Description, compute_buffers
+from coec.models.calls import (
+    Call,
+    State,
+    compute_buffers,
+    decoder_of,
+    own_buffers,
+    recorded,
+)
+from coec.models.description import Description
 from coec.models.layout import BlockLayout, Site
-from coec.models.surgery import dtype_of, stacked
+from coec.models.surgery import dtype_of
 
 HOST = torch.device("cpu")
-State = Float[Tensor, "_ length hidden"]
-"""Hidden states of a batch."""
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments with which the model calls a layer, in addition to the hidden states."""
-
-
-def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
-    """Copy the attributes of a layer: some models read them before the call, such as its type."""
-    for name, value in vars(layer).items():
-        if not name.startswith("_") and not hasattr(stand_in, name):
-            setattr(stand_in, name, value)
-
-
-class _Recorder(nn.Module):
-    """Stand-in for a decoder layer that notes how it is called and passes hidden states through."""
-
-    def __init__(self, layer: nn.Module, calls: list[_Call], *, in_tuple: bool) -> None:
-        super().__init__()
-        self._calls, self._in_tuple = calls, in_tuple
-        imitate(layer, self)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._calls.append((args, kwargs))
-        return (hidden_states,) if self._in_tuple else hidden_states
 
 
 class _Silent(nn.Module):
@@ -80,51 +63,69 @@ class Layers:
     ) -> None:
         self._device, self._dtype, self._home = device, dtype, home
         self._model = model.skeleton(dtype).requires_grad_(requires_grad=False)
-        self._base = cast(Any, self._model.base_model)
-        self.modules: list[nn.Module] = list(self._base.layers)
-        self._calls: dict[int, list[_Call]] = {}
+        path, self._decoder = decoder_of(self._model)
+        self._prefix = f"{path}.layers.".removeprefix(".")
+        self.modules: list[nn.Module] = list(self._decoder.layers)
+        compute_buffers(self._decoder, device)
+        self._buffers = [
+            {
+                (path, n): b
+                for path, part in layer.named_modules()
+                for n, b in own_buffers(part).items()
+            }
+            for layer in self.modules
+        ]
+        self._calls: dict[int, list[Call]] = {}
+        self._names, self._reads_tokens = model.names, model.reads_tokens
+        self._outside = {name: model.shapes[name] for name in model.outside}
         self._experts = model.architecture.blocks.experts
 
     @torch.no_grad()
     def embed(
-        self, batches: Sequence[Int[Tensor, "_ length"]], embedding: Float[Tensor, "v hidden"]
-    ) -> list[State]:
-        """Return the hidden states before the first layer; note how each layer is called."""
-        base, weight = self._base, embedding.to(self._device, self._dtype)
-        compute_buffers(self._model, self._device)
-        base.embed_tokens.weight = nn.Parameter(weight, requires_grad=False)
-        base.norm = nn.Identity()
-        states = []
-        for batch in batches:
-            state, self._calls[len(batch)] = self._record(batch)
-            states.append(self._at_home(state))
+        self, batches: Mapping[int, Int[Tensor, "_ length"]], outside: Mapping[str, Tensor]
+    ) -> dict[int, State]:
+        """Return the hidden states before the first layer; note how each layer is called.
+
+        Args:
+            batches: token ids, by the number of the batch.
+            outside: the tensors that are in no block, by full names.
+        """
+        weights = self._names.in_model(outside)
+        self._give({name: t.to(self._device, self._dtype) for name, t in weights.items()})
+        states = {}
+        for number, batch in batches.items():
+            ids = batch.to(self._device)
+            state, calls = recorded(self._decoder, self.modules, ids)
+            self._calls[self._key(number, len(batch))] = calls
+            states[number] = self._at_home(state)
             if self._copies:
                 self._copies.end()  # the host would run ahead of the copies otherwise
-        base.embed_tokens.to("meta")
+        self._give({name: t.to("meta") for name, t in weights.items()})
         return states
 
-    def _record(self, batch: Int[Tensor, "_ length"]) -> tuple[State, list[_Call]]:
-        """Embed a batch and note how the model calls each of its layers."""
-        # Layers of some releases return a tuple, and their model takes its first element, which
-        # of a tensor would be the first row: the shape that comes out tells which is meant.
-        for in_tuple in (False, True):
-            calls: list[_Call] = []
-            self._base.layers = nn.ModuleList(
-                _Recorder(layer, calls, in_tuple=in_tuple) for layer in self.modules
-            )
-            out = self._base(input_ids=batch.to(self._device), use_cache=False).last_hidden_state
-            if out.shape[:-1] == batch.shape:
-                return out, calls
-        raise ModelError("the decoder layers of this transformers release are called in a new way")
+    def _give(self, weights: Mapping[str, Tensor]) -> None:
+        self._model.load_state_dict(weights, strict=False, assign=True)
+
+    def _key(self, number: int, windows: int) -> int:
+        """Return what tells calls apart: the batch if layers read its tokens, else its size."""
+        return number if self._reads_tokens else windows
 
     def load(
         self, block: BlockLayout, tensors: Mapping[str, Tensor], *, partial: bool = False
     ) -> None:
         """Give a layer its weights, by full names; `partial`: some of them may be missing."""
-        local = {name.removeprefix(block.prefix): tensor for name, tensor in tensors.items()}
-        state = stacked(local, self._experts)
-        state = {n: t.to(self._device, dtype_of(n, self._dtype)) for n, t in state.items()}
-        self.modules[block.index].load_state_dict(state, assign=True, strict=not partial)
+        module = self.modules[block.index]
+        for (path, name), buffer in self._buffers[block.index].items():
+            setattr(module.get_submodule(path), name, buffer)
+        local = self._local(block, tensors).items()
+        state = {n: t.to(self._device, dtype_of(n, self._dtype)) for n, t in local}
+        module.load_state_dict(state, assign=True, strict=not partial)
+
+    def _local(self, block: BlockLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a block by their names in its layer."""
+        prefix = f"{self._prefix}{block.index}."
+        named = self._names.in_model(tensors)
+        return {name.removeprefix(prefix): tensor for name, tensor in named.items()}
 
     def function(self, block: BlockLayout) -> Callable[[Mapping[str, Tensor], State], State]:
         """Return a layer as a function of its tensors, by full names, and a hidden state.
@@ -135,11 +136,8 @@ class Layers:
 
         def run(tensors: Mapping[str, Tensor], state: State) -> State:
             self.note_calls(*state.shape[:2])
-            local = {
-                name.removeprefix(block.prefix): tensor.to(dtype_of(name, self._dtype))
-                for name, tensor in tensors.items()
-            }
-            weights = stacked(local, self._experts)
+            cast = {n: t.to(dtype_of(n, self._dtype)) for n, t in tensors.items()}
+            weights = self._local(block, cast)
             return self.call(
                 lambda *args, **kwargs: functional_call(layer, weights, args, kwargs),
                 block.index, state,
@@ -151,8 +149,8 @@ class Layers:
         """Note how each layer is called with so many windows, unless that is known."""
         if windows not in self._calls:
             ids = torch.zeros(windows, length, dtype=torch.int64)
-            nothing = torch.zeros(1, 1, device=self._device, dtype=self._dtype)
-            self.embed([ids], nothing.expand(self._base.embed_tokens.weight.shape))
+            nothing = torch.zeros(1, device=self._device, dtype=self._dtype)
+            self.embed({0: ids}, {n: nothing.expand(size) for n, size in self._outside.items()})
 
     def drop(self, index: int) -> None:
         """Free the weights of a layer."""
@@ -177,7 +175,7 @@ class Layers:
         numbers, behind = list(states), dict[int, State]()
         arriving = self.arriving(states.pop(number) for number in numbers)
         for number, state in zip(numbers, arriving, strict=True):
-            out = self.call(module, index, state)
+            out = self.call(module, index, state, number)
             behind[number] = self._at_home(out)
         if self._copies:
             self._copies.end()
@@ -203,8 +201,8 @@ class Layers:
         """Return the module of all experts of a layer; None where it has none."""
         if self._experts is None:
             return None
-        module: Any = self.modules[index].get_submodule(self._experts.module)
-        return getattr(module, "experts", None)
+        modules = dict(self.modules[index].named_modules())
+        return modules.get(self._experts.module)
 
     def module(self, block: BlockLayout, name: str) -> nn.Module:
         """Return a module of a block's layer by its full name."""
@@ -225,9 +223,12 @@ class Layers:
                 sublayer._modules[child] = _Silent(in_tuple=other_site.value is not None)
         return sublayer
 
-    def call(self, module: Callable[..., Any], index: int, state: State) -> State:
-        """Return the output of a module, called as the model calls its layer of this index."""
-        args, kwargs = self._calls[len(state)][index]
+    def call(self, module: Callable[..., Any], index: int, state: State, number: int = 0) -> State:
+        """Return the output of a module, called as the model calls its layer of this index.
+
+        `number` is that of the batch that the states are of, if layers read its tokens.
+        """
+        args, kwargs = self._calls[self._key(number, len(state))][index]
         out = module(state, *args, **kwargs)
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first

@@ -19,13 +19,14 @@ from coec import parallel
 from coec.devices import summed_products, tokens_per_batch
 from coec.methods.block_training import Example
 from coec.methods.closed_form import ridge_for, solve_by_energy
+from coec.models.calls import State
 from coec.models.dense import Dense, Prefetcher
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import routed_inputs
 from coec.planning.plan import Plan
 from coec.streams.head import Head, Prediction
-from coec.streams.layers import Layers, State
+from coec.streams.layers import Layers
 from coec.types import Gram, GramSum
 
 PARTS = 8
@@ -154,13 +155,12 @@ class Streams:
         self._before_site: dict[int, State] = {}
         self._weights: dict[int, Tensor] = {}
         # States before the first block
-        embedding, ids = dense.tensor(dense.layout.embedding), list(self._ids.values())
-        states = self._layers.embed(ids, embedding)
-        self._dense_states = dict(zip(self._ids, states, strict=True))
+        outside = dense.outside_tensors()
+        self._dense_states = self._layers.embed(self._ids, outside)
         self._pruned_states: dict[int, State] = {}
         if self._pruned_layers is not None:
-            states = self._pruned_layers.embed(ids, embedding.to(plan.written))
-            self._pruned_states = dict(zip(self._ids, states, strict=True))
+            outside = {name: tensor.to(plan.written) for name, tensor in outside.items()}
+            self._pruned_states = self._pruned_layers.embed(self._ids, outside)
 
     @torch.no_grad()
     def measure(

@@ -203,7 +203,7 @@ def start_entropies(
     begun = first_windows(windows[:, :length], MEASURED_TOKENS)
     plain = windows[: len(begun), start : start + length]
     layers = Layers(dense, device=plan.device, dtype=plan.forward)
-    [states] = layers.embed([torch.cat([begun, plain])], dense.tensor(dense.layout.embedding))
+    states = layers.embed({0: torch.cat([begun, plain])}, dense.outside_tensors())[0]
     for block in dense.layout.blocks:
         layers.load(block, dense.tensors(block))
         states = layers.advance(block.index, states)

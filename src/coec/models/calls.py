@@ -1,0 +1,174 @@
+"""How a model calls its decoder layers, recorded in a pass without their weights.
+
+Nothing of rotary embeddings, masks or positions is rebuilt: stand-ins for the layers note the
+arguments that the model's own code passes them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from coec.errors import ModelError
+
+State = Float[Tensor, "_ length hidden"]
+"""Hidden states of a batch."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments with which the model calls a layer, in addition to the hidden states."""
+
+
+def decoder_of(model: nn.Module) -> tuple[str, Any]:
+    """Return the module that holds the layers of a model and runs them, and its path.
+
+    Raises ModelError if no module has a list with a decoder layer for each one that is counted.
+    """
+    count = getattr(getattr(model, "config", None), "num_hidden_layers", 0)
+    for path, module in model.named_modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers) == count:
+            return path, module
+    raise ModelError(
+        f"no decoder layers are found in a {type(model).__name__}: this type is not supported"
+    )
+
+
+def imitate(layer: nn.Module, stand_in: nn.Module) -> None:
+    """Copy the attributes of a layer: some models read them before the call, such as its type."""
+    for name, value in vars(layer).items():
+        if not name.startswith("_") and not hasattr(stand_in, name):
+            setattr(stand_in, name, value)
+
+
+class _Recorder(nn.Module):
+    """Stand-in for a decoder layer that notes how it is called and passes hidden states through."""
+
+    def __init__(
+        self, layer: nn.Module, states: list[Tensor], calls: list[Call], *, in_tuple: bool
+    ) -> None:
+        super().__init__()
+        self._states, self._calls, self._in_tuple = states, calls, in_tuple
+        imitate(layer, self)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._states.append(hidden_states)
+        self._calls.append((args, kwargs))
+        return (hidden_states, None) if self._in_tuple else hidden_states
+
+
+def recorded(
+    decoder: Any, layers: Iterable[nn.Module], ids: Int[Tensor, "_ length"]
+) -> tuple[State, list[Call]]:
+    """Embed a batch; return the states before the first layer, and how each layer is called.
+
+    Raises ModelError if the layers are called in an unknown way.
+    """
+    # Layers of some releases return a tuple, and their model takes its first element, which of a
+    # tensor would be the first row: the shape that comes out tells which is meant.
+    reason = "the hidden states have another shape"
+    for in_tuple in (False, True):
+        states: list[Tensor] = []
+        calls: list[Call] = []
+        decoder.layers = nn.ModuleList(
+            _Recorder(layer, states, calls, in_tuple=in_tuple) for layer in layers
+        )
+        try:
+            out = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            continue
+        if out.shape[:-1] == ids.shape and len(calls) == len(decoder.layers):
+            return states[0], calls
+    raise ModelError(
+        f"the decoder layers of this type are called in an unknown way ({reason:.200})"
+    )
+
+
+def compute_buffers(decoder: Any, device: torch.device) -> None:
+    """Compute a skeleton's buffers that are stored nowhere, in its layers and outside.
+
+    These are no weights: rotary frequencies, and factors. Their classes compute them. Raises
+    ModelError if one has no value.
+    """
+    for name, module in decoder.named_children():
+        if "rotary" in name or name == "pos_emb":
+            setattr(decoder, name, type(module)(config=decoder.config).to(device))
+    owners = [module for module in decoder.modules() if own_buffers(module)]
+    for module in owners:
+        for name, buffer in own_buffers(module).items():
+            if buffer.is_meta:
+                setattr(module, name, _unknown(buffer, device))
+    # Weights are on the meta device, where it costs nothing that these functions fill them too.
+    for module in owners:
+        if not all(map(_has_value, own_buffers(module).values())):
+            decoder._init_weights(module)
+    if not all(_has_value(b) for module in owners for b in own_buffers(module).values()):
+        decoder._init_weights(decoder)
+    for path, module in decoder.named_modules():
+        for name, buffer in own_buffers(module).items():
+            if not _has_value(buffer):
+                raise ModelError(
+                    f"the installed transformers ({transformers.__version__}) has no value for "
+                    f"{path}.{name} of a {decoder.config.model_type}: install a newer release"
+                )
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a module itself that are stored nowhere, by name."""
+    unstored = module._non_persistent_buffers_set
+    return {n: b for n, b in module.named_buffers(recurse=False) if n in unstored}
+
+
+def _unknown(buffer: Tensor, device: torch.device) -> Tensor:
+    """Return a buffer of no value yet."""
+    value = math.nan if buffer.is_floating_point() else 0
+    return torch.full_like(buffer, value, device=device)
+
+
+def _has_value(buffer: Tensor) -> bool:
+    return not buffer.is_meta and bool(torch.isfinite(buffer).all())
+
+
+@torch.no_grad()
+def reads_tokens(model: Any) -> bool:
+    """Return whether layers get more of the tokens than their hidden states.
+
+    Weights that are not a number reach whatever is made of the tokens: an argument of a layer with
+    such a number, or the tokens themselves. `model` is a skeleton of its own.
+    """
+    _, decoder = decoder_of(model)
+    layers = list(decoder.layers)
+    compute_buffers(decoder, torch.device("cpu"))
+    nothing = torch.full((1,), math.nan)
+    outside = {
+        name: nothing.to(tensor.dtype).expand(tensor.shape)
+        for name, tensor in decoder.state_dict().items()
+        if not name.startswith("layers.") and tensor.is_meta
+    }
+    decoder.load_state_dict(outside, strict=False, assign=True)
+    ids = torch.tensor([[3, 1, 2, 5]])
+    state, calls = recorded(decoder, layers, ids)
+    return state.ndim != 3 or any(
+        bool(torch.isnan(tensor).any() if tensor.is_floating_point() else _same(tensor, ids))
+        for call in calls
+        for tensor in _tensors(call)
+    )
+
+
+def _same(tensor: Tensor, ids: Tensor) -> bool:
+    return tensor.shape == ids.shape and torch.equal(tensor.to(ids.dtype), ids)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _tensors(entry)

@@ -1,0 +1,315 @@
+"""Names of a model's tensors: in files, in the model that runs, and in this package.
+
+This package has one matrix for every projection of every expert, a row for every output. The model
+that runs may have one parameter for all experts of a block, transposed or interleaved, and files
+may have either, under other names. How files become the model that runs is known to transformers;
+its conversions are asked, and no table of names is kept here.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from coec.errors import ModelError
+from coec.models.files import Header, Piece
+
+conversions: Any
+loading: Any
+try:  # in transformers 4.57 files are as the model that runs
+    conversions = importlib.import_module("transformers.conversion_mapping")
+    loading = importlib.import_module("transformers.core_model_loading")
+except ImportError:
+    conversions = loading = None
+
+LAYERS = "model.layers."
+"""Start of the names of all tensors in layers."""
+_PARAMETERS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
+"""Parameters of all experts in the model that runs, and the projections in them."""
+_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How a parameter of all experts is made: experts × (rows of its parts) × columns.
+
+    Attributes:
+        names: every expert's tensors, expert by expert.
+        parts: number of tensors of an expert.
+        transposed: rows are the last dimension.
+        interleaved: rows of the parts alternate; otherwise each part follows the one before it.
+    """
+
+    names: tuple[str, ...]
+    parts: int = 1
+    transposed: bool = False
+    interleaved: bool = False
+
+    def pieces(self, shape: Sequence[int]) -> dict[str, Piece]:
+        """Return where every expert's tensors are in a parameter of this shape."""
+        rows = shape[2 if self.transposed else 1] // self.parts
+        pieces = {}
+        for number, name in enumerate(self.names):
+            expert, part = divmod(number, self.parts)
+            inside = slice(part * rows, (part + 1) * rows)
+            inside = slice(part, None, self.parts) if self.interleaved else inside
+            pieces[name] = Piece(expert, inside, self.transposed)
+        return pieces
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the parameter, of the experts whose tensors are given."""
+        present = [tensors[name] for name in self.names if name in tensors]
+        starts = range(0, len(present), self.parts)
+        experts = (present[start : start + self.parts] for start in starts)
+        if self.interleaved:
+            joined = [torch.stack(parts, dim=1).flatten(0, 1) for parts in experts]
+        else:
+            joined = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in experts]
+        return torch.stack([e.T for e in joined] if self.transposed else joined)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How a parameter is made of several tensors of files: one below the other."""
+
+    names: tuple[str, ...]
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the parameter."""
+        return torch.cat([tensors[name] for name in self.names])
+
+
+Source = str | Stack | Joined
+"""The same tensor in this package, or how a tensor is made of several."""
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """Names of the tensors of one model; all are the same if `running` is empty.
+
+    Attributes:
+        running: source of every tensor of the model that runs.
+        written: source of every tensor of the files that are written.
+    """
+
+    running: Mapping[str, Source] = field(default_factory=dict)
+    written: Mapping[str, Source] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any, layers: str) -> "Names":
+        """Ask transformers about a model on the meta device.
+
+        Args:
+            model: the skeleton.
+            layers: the path of its layers, with a dot at the end.
+
+        Raises:
+            ModelError: a conversion does more than to rename, split and join.
+        """
+        state, place = model.state_dict(), placer(model)
+        stacks = _stacks(model, layers)
+        files: dict[str, list[tuple[int | None, str]]] = {}
+        for stored in _written_state(model, state):
+            name, part = place(stored)
+            files.setdefault(name, []).append((part, stored))
+        running: dict[str, Source] = {}
+        written: dict[str, Source] = {}
+        for name in state:
+            here = _canonical(name, layers)
+            stored_in = sorted(files.get(name, [(None, name)]), key=lambda entry: entry[0] or 0)
+            whole = [part for part, _ in stored_in] == [None]
+            if (stack := stacks.get(name)) is not None:
+                running[name] = stack
+                if whole:
+                    written[stored_in[0][1]] = stack
+                else:
+                    written |= {file: _of_expert(stack, file, part) for part, file in stored_in}
+            elif whole:
+                running[name] = written[stored_in[0][1]] = here
+            else:
+                module, _, kind = here.rpartition(".")
+                parts = [f"{module}.{number}.{kind}" for number in range(len(stored_in))]
+                running[name] = Joined(tuple(parts))
+                written |= {file: part for (_, file), part in zip(stored_in, parts, strict=True)}
+        return cls(running, written)
+
+    def in_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors as the model that runs has them; of some layers, or of some experts."""
+        return _joined(self.running, tensors) if self.running else dict(tensors)
+
+    def in_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors as files have them."""
+        return _joined(self.written, tensors) if self.written else dict(tensors)
+
+    def taken_apart(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take the state of a model that runs apart: the inverse of `in_model`."""
+        taken: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            taken |= apart(self.running.get(name, name), tensor)
+        return taken
+
+    def of_headers(self, headers: Mapping[str, Header], place: "Place") -> dict[str, Header]:
+        """Return the headers of files by names of this package, those of all experts apart.
+
+        Args:
+            headers: of all tensors, by their names in files.
+            place: says where tensors belong whose names are not those that are written.
+
+        Raises:
+            ModelError: a tensor is in the files twice.
+        """
+        found: dict[str, Header] = {}
+        for stored, header in headers.items():
+            for name, one in self._of_header(stored, header, place):
+                if name in found:
+                    raise ModelError(
+                        f"{found[name].stored} and {stored} of the files both hold {name}: loaders "
+                        "differ in which they read"
+                    )
+                found[name] = one
+        return found
+
+    def _of_header(
+        self, stored: str, header: Header, place: "Place"
+    ) -> Iterable[tuple[str, Header]]:
+        source = self.written.get(stored)
+        if source is None:
+            name, part = place(stored)
+            source = self.running.get(name, stored)
+            if isinstance(source, Stack) and part is not None:
+                source = _of_expert(source, stored, part)
+        if isinstance(source, str):
+            return [(source, header)]
+        if isinstance(source, Joined) or len(header.shape) < 2:
+            return [(stored, header)]  # unknown: refused with all tensors that have no place
+        pieces = source.pieces(header.shape)
+        return [
+            (name, replace(header, shape=piece.shape(header.shape), piece=piece))
+            for name, piece in pieces.items()
+        ]
+
+
+def apart(source: Source, tensor: Tensor) -> dict[str, Tensor]:
+    """Take a tensor apart into what it is made of, by name."""
+    if isinstance(source, str):
+        return {source: tensor}
+    if isinstance(source, Stack):
+        pieces = source.pieces(tensor.shape)
+        return {name: piece.of(tensor).contiguous() for name, piece in pieces.items()}
+    return dict(zip(source.names, tensor.chunk(len(source.names)), strict=True))
+
+
+def joined(source: Source, read: Callable[[str], Tensor]) -> Tensor:
+    """Return a tensor of what it is made of, which is read by name."""
+    if isinstance(source, str):
+        return read(source)
+    return source.join({name: read(name) for name in source.names})
+
+
+def _joined(sources: Mapping[str, Source], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    made = {}
+    for name, source in sources.items():
+        if isinstance(source, str):
+            if source in tensors:
+                made[name] = tensors[source]
+        elif any(part in tensors for part in source.names):
+            made[name] = source.join(tensors)
+    return made
+
+
+def _canonical(name: str, layers: str) -> str:
+    return LAYERS + name.removeprefix(layers) if name.startswith(layers) else name
+
+
+def _of_expert(stack: Stack, stored: str, part: int | None) -> str:
+    """Return the tensor of an expert that files have by itself; its name has the number."""
+    number = _NUMBER.search(stored)
+    if number is None or part is None:
+        raise ModelError(f"{stored} is converted in a way that is not supported")
+    return stack.names[int(number[1]) * stack.parts + part]
+
+
+def _stacks(model: nn.Module, layers: str) -> dict[str, Stack]:
+    """Return the parameters of all experts of a model, by their names."""
+    stacks = {}
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        down = own.get("down_proj")
+        if down is None or down.ndim != 3:
+            continue
+        transposed = is_transposed(module)
+        for name, parameter in own.items():
+            projection, _, kind = name.partition("_bias") if "_bias" in name else (name, "", None)
+            if projection not in _PARAMETERS:
+                continue
+            parts = _PARAMETERS[projection]
+            prefix = _canonical(path, layers)
+            kind = "weight" if kind is None else "bias"
+            names = (f"{prefix}.{n}.{p}.{kind}" for n in range(len(parameter)) for p in parts)
+            interleaved = len(parts) > 1 and alternates(module)
+            is_weight = parameter.ndim == 3
+            stacks[f"{path}.{name}"] = Stack(
+                tuple(names), len(parts), transposed and is_weight, interleaved
+            )
+    return stacks
+
+
+def is_transposed(experts: Any) -> bool:
+    """Return whether the parameters of all experts have rows in their last dimension."""
+    declared = getattr(experts, "is_transposed", None)
+    if declared is not None or not hasattr(experts, "gate_up_proj"):
+        return bool(declared)
+    # Experts × hidden × 2 channels, or experts × 2 channels × hidden
+    return bool(experts.down_proj.shape[2] * 2 != experts.gate_up_proj.shape[1])
+
+
+def alternates(experts: Any) -> bool:
+    """Return whether rows of the gate and of the up projection alternate, by the module's gate."""
+    gate: Callable[[Tensor], Tensor] | None = getattr(experts, "_apply_gate", None)
+    if gate is None:
+        return False
+    with torch.device("cpu"), torch.enable_grad():
+        inputs = torch.linspace(0.1, 0.8, 8).requires_grad_()
+        (derivative,) = torch.autograd.grad(gate(inputs[None])[0, 0], inputs)
+    return bool(derivative[1] != 0)
+
+
+Place = Callable[[str], tuple[str, int | None]]
+"""Name of a tensor in files → its name in the model that runs, and which part of that it is if
+several are joined."""
+
+
+def placer(model: Any) -> Place:
+    """Return where a model's tensors belong, by the conversions that transformers loads it with."""
+    if conversions is None:
+        return lambda name: (name, None)
+    known = conversions.get_model_conversion_mapping(model)
+    renamings = [entry for entry in known if isinstance(entry, loading.WeightRenaming)]
+    converters = [entry for entry in known if isinstance(entry, loading.WeightConverter)]
+    parts = {
+        pattern: part
+        for converter in converters
+        for part, pattern in enumerate(converter.source_patterns)
+    }
+    base, state = model.base_model_prefix, model.state_dict()
+
+    def place(stored: str) -> tuple[str, int | None]:
+        name, pattern = loading.rename_source_key(stored, renamings, converters, base, state)
+        return name, None if pattern is None else parts[pattern]
+
+    return place
+
+
+def _written_state(model: Any, state: Mapping[str, Tensor]) -> Iterable[str]:
+    """Return the names under which transformers saves a model."""
+    if conversions is None:
+        return state
+    return cast(dict[str, Tensor], loading.revert_weight_conversion(model, dict(state)))
