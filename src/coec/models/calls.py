@@ -94,7 +94,7 @@ def compute_buffers(decoder: Any, device: torch.device) -> None:
     ModelError if one has no value.
     """
     for name, module in decoder.named_children():
-        if "rotary" in name or name == "pos_emb":
+        if type(module).__name__.endswith("RotaryEmbedding"):
             setattr(decoder, name, type(module)(config=decoder.config).to(device))
     owners = [module for module in decoder.modules() if own_buffers(module)]
     for module in owners:
@@ -136,8 +136,9 @@ def _has_value(buffer: Tensor) -> bool:
 def reads_tokens(model: Any) -> bool:
     """Return whether layers get more of the tokens than their hidden states.
 
-    Weights that are not a number reach whatever is made of the tokens: an argument of a layer with
-    such a number, or the tokens themselves. `model` is a skeleton of its own.
+    A dictionary among their arguments is one that they fill with what later layers read. Weights
+    that are not a number reach whatever is made of the tokens: an argument of a layer with such a
+    number, or the tokens themselves. `model` is a skeleton of its own.
     """
     _, decoder = decoder_of(model)
     layers = list(decoder.layers)
@@ -152,9 +153,10 @@ def reads_tokens(model: Any) -> bool:
     ids = torch.tensor([[3, 1, 2, 5]])
     state, calls = recorded(decoder, layers, ids)
     return state.ndim != 3 or any(
-        bool(torch.isnan(tensor).any() if tensor.is_floating_point() else _same(tensor, ids))
-        for call in calls
-        for tensor in _tensors(call)
+        isinstance(value, dict)
+        or bool(torch.isnan(value).any() if value.is_floating_point() else _same(value, ids))
+        for args, kwargs in calls
+        for value in _values([*args, *kwargs.values()])
     )
 
 
@@ -162,13 +164,10 @@ def _same(tensor: Tensor, ids: Tensor) -> bool:
     return tensor.shape == ids.shape and torch.equal(tensor.to(ids.dtype), ids)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested arguments."""
-    if isinstance(value, Tensor):
+def _values(value: Any) -> Iterator[Any]:
+    """Yield the tensors and dictionaries in nested arguments."""
+    if isinstance(value, Tensor | dict):
         yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _tensors(entry)
     elif isinstance(value, list | tuple):
         for entry in value:
-            yield from _tensors(entry)
+            yield from _values(entry)

@@ -346,8 +346,10 @@ def shape_of(config: JsonDict, architecture: Architecture, resolved: Any) -> Sha
     if not architecture.inferred:
         return Shape.of(config)
 
+    known = resolved.to_dict() | {key: v for key, v in config.items() if v is not None}
+
     def size(key: str) -> Any:
-        return config[key] if config.get(key) is not None else getattr(resolved, key, None)
+        return known[key] if key in known else getattr(resolved, key, None)
 
     keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
             "head_dim", "n_group")  # fmt: skip

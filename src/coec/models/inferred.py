@@ -28,7 +28,7 @@ _ORDER = ("mlp", "shared", "expert")
 """Order of the sites of a block."""
 _COUNTS = re.compile(r"expert")
 _NOT_COUNTS = re.compile(r"per_tok|topk|top_k|shared|size|dim|group|capacity")
-_FEWEST = 4
+_FEWEST = 8
 """Channels below which no size is taken for one of an MLP."""
 
 

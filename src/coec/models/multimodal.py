@@ -47,7 +47,7 @@ class Around:
     def alone(self, stored: str) -> str | None:
         """Return the name of a stored tensor when the language model stands alone; None outside."""
         name = self.inner + stored.removeprefix(self.outer)
-        inside = stored.startswith(self.outer) and name.startswith(_INSIDE)
+        inside = stored.startswith(self.outer) if self.outer else name.startswith(_INSIDE)
         return name if inside else (stored if stored.startswith("lm_head.") else None)
 
     def stored(self, name: str) -> str:
@@ -83,10 +83,15 @@ class Around:
         return model
 
     def check(self, config: JsonDict, shapes: dict[str, torch.Size]) -> None:
-        """Raise OptionError unless the whole model's class builds the language model so."""
+        """Raise OptionError unless the whole model's class builds the language model so.
+
+        Args:
+            config: the whole configuration.
+            shapes: of the language model's tensors, as it runs alone.
+        """
         model = self._built(config)
         # In memory the parts have other names than in files: compared by what follows the block.
-        built = {name.rpartition("layers.")[2]: p.shape for name, p in model.named_parameters()
+        built = {name.rpartition("layers.")[2]: p.shape for name, p in model.state_dict().items()
                  if "language_model" in name and "layers." in name}  # fmt: skip
         for name, shape in shapes.items():
             if "layers." in name and (found := built.get(name.rpartition("layers.")[2])) != shape:

@@ -219,11 +219,13 @@ class Plan:
             model.config, pruned, model.architecture, biased=biased, target=recipe.target,
             relabel=around is None, fewer_blocks=bool(self.dropped),
         )  # fmt: skip
-        shapes = Description.of(output.config, model.architecture).shapes
+        built = Description.of(output.config, model.architecture)
+        shapes = built.shapes
         if model.architecture.inferred:
             check_widths(model, widths, shapes)
         if around is not None:
-            around.check(around.with_sizes(model.config, output.config), shapes)
+            running = {name: t.shape for name, t in built.skeleton().state_dict().items()}
+            around.check(around.with_sizes(model.config, output.config), running)
         if recipe.tensor_parallel not in (possible := pruned.gpus()):
             raise OptionError(
                 f"these widths cannot be divided over tensor_parallel = {recipe.tensor_parallel} "
@@ -517,7 +519,7 @@ def _by_block(shape: Shape, size: str, dropped: Collection[int] = ()) -> int | l
 
 def _check_uniform(plan: Plan, widths: Widths, pruned: Shape) -> None:
     """Raise OptionError if widths differ by block without `by_block`."""
-    if pruned.uniform or plan.recipe.by_block:
+    if pruned.uniform or plan.recipe.by_block or plan.model.architecture.by_block:
         return
     by_site = {name: set(widths.everywhere(name)) for _, name in widths.kept}
     name, counts = next((name, counts) for name, counts in by_site.items() if len(counts) > 1)

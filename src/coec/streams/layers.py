@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from coec.devices import AHEAD, hand_back
+from coec.errors import ModelError
 from coec.models.calls import (
     Call,
     State,
@@ -229,7 +230,11 @@ class Layers:
         `number` is that of the batch that the states are of, if layers read its tokens.
         """
         args, kwargs = self._calls[self._key(number, len(state))][index]
-        out = module(state, *args, **kwargs)
+        try:
+            out = module(state, *args, **kwargs)
+        except ValueError as error:  # what an earlier layer would have to hand on is missing
+            name = self._model.config.model_type
+            raise ModelError(f"layers of {name} cannot run one by one: {error!s:.200}") from error
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
 

@@ -1,0 +1,330 @@
+"""Types without a table: their MLPs and experts are inferred, and removing is masking."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import coec
+import tiny_models as tm
+from coec.errors import ModelError, OptionError
+from coec.models.calls import decoder_of
+from coec.models.dense import Dense
+from coec.models.description import Description
+from coec.models.inferred import infer
+from coec.streams.layers import Layers
+from coec.streams.streams import summed_inputs
+from coec.types import KeptSet
+from places import SHARED
+
+pytestmark = pytest.mark.unchecked  # whole models
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+TYPES = {
+    "apertus": {},
+    "gpt_neox": {},
+    "phi": {},
+    "glm": {},
+    "gpt_oss": EXPERTS,
+    "granitemoe": EXPERTS,
+    "llama4_text": {**EXPERTS, "intermediate_size_mlp": 80, "moe_layers": [0, 2]},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                    "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+                    "linear_key_head_dim": 16, "linear_value_head_dim": 32},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32,
+                     "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "deepseek_v2": {**LATENT, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1,
+                    "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 2,
+                    "first_k_dense_replace": 1},
+    "gemma4_text": {"num_kv_shared_layers": 1, "use_double_wide_mlp": True,
+                    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128,
+                    "global_head_dim": 16,
+                    "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "gemma3n_text": {"intermediate_size": [96, 64, 96], "num_kv_shared_layers": 0,
+                     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128,
+                     "laurel_rank": 16, "altup_num_inputs": 2,
+                     "activation_sparsity_pattern": [0.0] * 3,
+                     "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+}  # fmt: skip
+"""What every type has besides SIZES."""
+CHOOSING = ("gpt_oss", "llama4_text", "ernie4_5_moe", "deepseek_v2")
+"""Types of which whole experts are removed here."""
+SETTINGS = {
+    "preset": "paper", "compensation": "none", "samples": 24, "seq_len": 32, "multiple_of": 8,
+    "sparsity": 0.3, "forward_dtype": "float32",
+}  # fmt: skip
+
+
+def saved(model_type, folder, **changes):
+    """A small random model of a type, saved by transformers."""
+    known = AutoConfig.for_model(model_type).to_dict()
+    sizes = {key: value for key, value in SIZES.items() if key in known}
+    config = AutoConfig.for_model(model_type, **{**sizes, **TYPES.get(model_type, {}), **changes})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("decoders")
+    return {name: saved(name, root / name) for name in TYPES}
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokens") / "ids.npy"
+    np.save(path, np.random.default_rng(0).integers(3, 128, (24, 32)))
+    return path
+
+
+class WithoutExperts(TorchFunctionMode):
+    """Routers never choose some experts; `gone` has their numbers by the place of the weight."""
+
+    def __init__(self, gone):
+        super().__init__()
+        self.gone = gone
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and args[1].data_ptr() in self.gone:
+            out = out.clone()
+            out[..., self.gone[args[1].data_ptr()]] = -1e4
+        return out
+
+
+def masked_logits(folder, out):
+    """Logits of the dense model where removed channels and experts have no effect."""
+    model = load(folder)
+    kept, gone = load_file(out / "coec/kept.safetensors"), {}
+    path, _ = decoder_of(model)
+    for block in Dense.open(folder).layout.blocks:
+        layer = model.get_submodule(f"{path}.layers.{block.index}")
+        if (stay := kept.get(block.experts_key)) is not None:
+            name = next(r.tensor for r in block.router if r.tensor.endswith("weight"))
+            router = layer.get_parameter(name.removeprefix(block.prefix))
+            gone[router.data_ptr()] = [n for n in range(len(router)) if n not in stay.tolist()]
+        for site in block.sites:
+            if site.key not in kept:
+                continue
+            dropped = site.kept_columns(KeptSet(kept[site.key], site.units)).dropped()
+            weight(layer, site, block)[:, dropped] = 0
+    with WithoutExperts(gone):
+        return logits(model)
+
+
+@torch.no_grad()
+def weight(layer, site, block):
+    """The weight of a consumer in a model of transformers, with a column for every channel."""
+    name = site.consumer.removeprefix(block.prefix)
+    if not site.routed:
+        return layer.get_submodule(name).weight.data
+    experts = layer.get_submodule(name.rpartition(f".{site.expert}.")[0])
+    one = experts.down_proj.data[site.expert]
+    return one.T if len(one) == site.columns != one.shape[1] else one
+
+
+def load(folder):
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model):
+    tokens = torch.arange(3, 51).reshape(2, 24)
+    return model(tokens, use_cache=False).logits
+
+
+def check(folder, out, ids, **settings):
+    coec.prune(folder, out, calibration=ids, **SETTINGS | settings)
+    expected = masked_logits(folder, out)
+    error = (logits(load(out)) - expected).abs().max() / expected.abs().max()
+    assert float(error) < 1e-4
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_removing_channels_is_masking_them(name, models, ids, tmp_path):
+    check(models[name], tmp_path / "out", ids)
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_removing_experts_is_never_choosing_them(name, models, ids, tmp_path):
+    check(models[name], tmp_path / "out", ids, expert_sparsity=0.25)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma4_text", "olmo_hybrid"])
+def test_every_preset_runs_and_a_run_resumes_to_the_bit(name, models, ids, tmp_path, monkeypatch):
+    settings = {"calibration": ids, "samples": 8, "seq_len": 32, "preset": "balanced"}
+    report = coec.prune(models[name], tmp_path / "one", **settings)
+    trained = any("reconstruction" in row for row in report.sites)
+    assert trained == (name != "gemma4_text")
+    said = "not trained: its layers get more of the tokens" in str(report.plan["notes"])
+    assert said == (name == "gemma4_text")
+    solve, done = coec.pruning.solve, []
+
+    def failing(*args):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(args)
+        return solve(*args)
+
+    monkeypatch.setattr(coec.pruning, "solve", failing)
+    with pytest.raises(KeyboardInterrupt):
+        coec.prune(models[name], tmp_path / "two", **settings)
+    monkeypatch.undo()
+    coec.prune(models[name], tmp_path / "two", **settings)
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_an_inputs_gram_of_experts_is_that_of_their_own_products(models, ids):
+    """Of gpt-oss, whose gate clamps: what the last product of every expert reads, times p."""
+    dense = Dense.open(models["gpt_oss"])
+    layers = Layers(dense, device=torch.device("cpu"), dtype=torch.float32)
+    tokens = torch.arange(3, 35)[None]
+    states = layers.embed({0: tokens}, dense.outside_tensors())[0]
+    block, sums = dense.layout.blocks[0], {}
+    layers.load(block, dense.tensors(block))
+    with summed_inputs(layers, block, sums):
+        layers.advance(0, states)
+    experts, found = load(models["gpt_oss"]).model.layers[0].mlp.experts, []
+    experts.register_forward_pre_hook(lambda _, args: found.append(args))
+    model = load(models["gpt_oss"])
+    model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda _, a: found.append(a))
+    logits_of = model(tokens, use_cache=False)
+    assert logits_of is not None
+    hidden, index, weights = found[0]
+    for expert in range(4):
+        token, place = (index == expert).nonzero(as_tuple=True)
+        both = hidden[token] @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+        gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
+        h = (up + 1) * gate * torch.sigmoid(gate * 1.702) * weights[token, place, None]
+        torch.testing.assert_close(sums[f"expert.{expert}"].xx.float(), (h.T @ h).detach(),
+                                   rtol=1e-4, atol=1e-5)  # fmt: skip
+
+
+def test_files_of_the_running_form_are_read_alike(models, tmp_path):
+    """As programs save them that know nothing of the released names."""
+    dense = Dense.open(models["ernie4_5_moe"])
+    state = load(models["ernie4_5_moe"]).state_dict()
+    (tmp_path / "model").mkdir()
+    config = (models["ernie4_5_moe"] / "config.json").read_text()
+    (tmp_path / "model/config.json").write_text(config)
+    if dense.tied:
+        del state["lm_head.weight"]
+    tensors = {name: tensor.contiguous() for name, tensor in state.items()}
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    assert Dense.open(tmp_path / "model").digest == dense.digest
+
+
+def test_lists_of_widths_hold_those_of_their_blocks(models, ids, tmp_path):
+    report = coec.prune(models["gemma3n_text"], tmp_path / "out", calibration=ids, **SETTINGS)
+    assert report.plan["widths"]["mlp"] == {"before": [96, 64, 96], "after": [72, 48, 72]}
+    assert load(tmp_path / "out").config.intermediate_size == [72, 48, 72]
+    assert report.plan["code"] is None
+
+
+def test_dropped_blocks_are_renumbered(models, ids, tmp_path):
+    settings = {"calibration": ids, "samples": 8, "seq_len": 32, "preset": "balanced"}
+    coec.prune(models["gpt_oss"], tmp_path / "out", drop_blocks=1, **settings)
+    assert load(tmp_path / "out").config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "match"),
+    [
+        ("gemma4_text", {"reconstruct": 2}, "reconstruct is not supported for gemma4_text"),
+        ("gemma4_text", {"drop_blocks": 1}, "drop_blocks is not supported for gemma4_text"),
+        ("apertus", {"by_block": True}, "by_block is not supported for types without a table"),
+        ("apertus", {"propagate": True}, "propagate is not supported for apertus"),
+        ("apertus", {"attention_sparsity": 0.5}, "attention of apertus is kept whole"),
+        ("apertus", {"compensation": "bias", "preset": "paper"}, "apertus: it has no bias"),
+        ("apertus", {"expert_sparsity": 0.5}, "apertus has none"),
+    ],
+)
+def test_what_a_type_cannot_have_is_said_before_work(name, settings, match, models):
+    with pytest.raises(OptionError, match=match):
+        coec.plan(models[name], **settings)
+
+
+def test_types_without_channels_are_refused_with_the_reason():
+    config = {**SIZES, "model_type": "bitnet", "architectures": ["BitNetForCausalLM"]}
+    with pytest.raises(ModelError, match=r"'bitnet' has no channels .*ffn_sub_norm\.weight"):
+        Description.of(config)
+    with pytest.raises(ModelError, match="no decoder layers are found in a BloomForCausalLM"):
+        Description.of({"model_type": "bloom", "architectures": ["BloomForCausalLM"]})
+
+
+def test_a_class_that_builds_other_widths_is_refused(models, monkeypatch):
+    """The size of a configuration that its class rounds: proven before work."""
+    described = Description.of(Dense.open(models["apertus"]).config)
+    of = Description.of
+
+    def rounding(config, like=None):
+        rounded = {**config, "intermediate_size": config["intermediate_size"] // 64 * 64}
+        return of(rounded, like)
+
+    monkeypatch.setattr(Description, "of", staticmethod(rounding))
+    with pytest.raises(OptionError, match="a apertus of these widths is built otherwise"):
+        coec.plan(described, sparsity=0.2)
+
+
+def test_a_size_that_no_mlp_has_is_none():
+    described = Description.of(tm.raw_config("llama"))
+    model = described.skeleton()
+
+    def build(config):
+        raise ModelError("refused")
+
+    with pytest.raises(ModelError, match="no size in its configuration belongs to an MLP alone"):
+        infer(described.config, model, "model.layers.", build)
+
+
+REFUSED = {
+    "bitnet": "ffn_sub_norm.weight has numbers for every channel",
+    "deepseek_v4": "is I64: models with tables are not supported",
+    "zamba2": "has no channels to remove",
+}
+"""Types that cannot be pruned, and the reason."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SHARED / "tools/tiny_decoders.py").is_file(), reason="needs shared/tools")
+@pytest.mark.skipif(int(transformers.__version__.split(".")[1]) < 23, reason="has fewer types")
+def test_every_decoder_that_is_built_small_keeps_the_contract(ids, tmp_path):
+    command = [sys.executable, SHARED / "tools/tiny_decoders.py", tmp_path / "dense"]
+    subprocess.run(command, check=True, capture_output=True)
+    folders = sorted((tmp_path / "dense").iterdir())
+    failed, done = {}, 0
+    for folder in folders:
+        try:
+            check(folder, tmp_path / "out" / folder.name, ids)
+            done += 1
+        except (ModelError, OptionError, AssertionError) as error:
+            failed[folder.name] = str(error)
+    assert failed.keys() == REFUSED.keys(), failed
+    assert all(REFUSED[name] in said for name, said in failed.items()), failed
+    assert done >= 60
