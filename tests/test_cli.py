@@ -99,6 +99,8 @@ def test_the_first_screen_has_twenty_flags_under_headings_and_another_has_all(ru
 )  # fmt: skip
 def test_the_command_that_measures_takes_other_text(text, flag):
     assert measuring("m", "o", text) == f"measure it: coec eval o --baseline m{flag}"
+    alone = " --text OTHER.txt" if text == "self" else flag  # written by the baseline
+    assert measuring("m", "o", text, compared=False) == f"measure it: coec eval o{alone}"
 
 
 def test_what_is_in_the_current_folder_is_named_from_there(tmp_path, monkeypatch):

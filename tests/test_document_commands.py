@@ -35,8 +35,8 @@ WRITES = {"prune": 1, "recover": 2, "export": 1}
 """Place of the output among the arguments."""
 SHORTER = {"20M": "2k", "60": "0.01", "2048": "32", "16GB": "400KB", "8192": "64"}
 """Budgets of trainings in tokens and minutes, lengths of windows, and memory."""
-ELSEWHERE = re.compile(r"\.\./shared|--drop-blocks")
-"""Run by tests of models with more blocks."""
+ELSEWHERE = re.compile(r"\.\./shared|--drop-blocks|-vocabulary")
+"""Run by tests of models with more blocks, or more tokens."""
 
 
 def blocks(page, language):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 import coec
 import coec.demo
@@ -166,3 +168,30 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     rows = real_documents.equal(real_documents.kept())
     real_documents.draw(rows, tmp_path / "real.png")
     assert (tmp_path / "real.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_cut_vocabulary_reads_every_text(two_blocks, tmp_path):
+    """A line whose tokens all stay has these tokens, and a megabyte of any text is read back."""
+    wiki, stories = SHARED / real.TEXTS / "valid.raw.txt", SHARED / "data/tinystories/train.txt"
+    coec.prune(
+        two_blocks, tmp_path / "out", sparsity=0, vocabulary=24_576, samples=1, seq_len=128,
+        calibration=str(wiki), vocabulary_text=f"{wiki},{stories}",
+    )  # fmt: skip
+    folders = two_blocks, tmp_path / "out"
+    dense, small = (Tokenizer.from_file(str(path / "tokenizer.json")) for path in folders)
+    kept = load_file(tmp_path / "out/coec/kept.safetensors")["vocabulary"].tolist()
+    new = {old: number for number, old in enumerate(kept)}
+    paths = [*(SHARED / "data").glob("*/*.txt"), *(SHARED / "data").glob("*/*.jsonl")]
+    texts = [path.read_text(encoding="utf-8")[:1_000_000] for path in paths]
+    texts.append(
+        "naïve 日本語 🧑‍🚀 e\u0301 ﬀ \u2028\ufeff\u00a0 \t\r\n  İß \U0010ffff العربية \0\x01"
+    )
+    stayed = 0
+    for text in texts:
+        assert small.decode(small.encode(text).ids, skip_special_tokens=False) == text
+        lines = text.split("\n")
+        for before, after in zip(dense.encode_batch(lines), small.encode_batch(lines), strict=True):
+            if new.keys() >= set(before.ids):
+                assert after.ids == [new[number] for number in before.ids]
+                stayed += 1
+    assert stayed > 10_000

@@ -83,6 +83,8 @@ class Perplexity:
     Attributes:
         perplexity: `exp(mean cross-entropy)` over predicted tokens.
         tokens: predicted tokens (length − 1 per window).
+        nats_per_character: the mean cross-entropy times the tokens for each character of the text,
+            which models of different vocabularies can be compared by; None if there is no text.
         bos: true if every window begins with the tokenizer's start.
         seconds: wall-clock time, of both models if there is a baseline.
         baseline_perplexity, ratio, kl, agreement: with a baseline: its perplexity, the perplexity
@@ -103,6 +105,7 @@ class Perplexity:
     special_tokens: int
     parameters: int
     seconds: float
+    nats_per_character: float | None = None
     bos: bool = False
     baseline_perplexity: float | None = None
     ratio: float | None = None
@@ -219,7 +222,8 @@ def _check_baseline(model: Dense | Loaded, dense: Dense, trust_remote_code: bool
     if dense.vocabulary != model.vocabulary:
         raise ModelError(
             f"model and baseline have different vocabularies ({model.vocabulary} and "
-            f"{dense.vocabulary}): the baseline must be the dense model it was pruned from"
+            f"{dense.vocabulary}), and predict other tokens: give the dense model that it was "
+            "pruned from, or leave out baseline and compare nats_per_character"
         )
     check_same_tokenizer(model.folder, dense.folder, trust_remote_code=trust_remote_code)
 
@@ -245,6 +249,11 @@ def _result(
         special_tokens=windows.special_tokens,
         parameters=parameters,
         seconds=0.0,
+        nats_per_character=(
+            prediction.cross_entropy * windows.available / windows.characters
+            if windows.characters
+            else None
+        ),
         bos=windows.bos,
         baseline_perplexity=baseline,
         ratio=None if baseline is None else perplexity / baseline,

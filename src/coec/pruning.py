@@ -21,10 +21,11 @@ from coec.planning.kept import is_foreign
 from coec.planning.memory import placed
 from coec.planning.plan import Plan
 from coec.progress import showing
-from coec.solve import solve
+from coec.solve import solve, unchanged
 from coec.streams.importances import choose_blocks, importances
 from coec.streams.streams import Streams
 from coec.streams.windows import CalibrationText
+from coec.text.kept_tokens import VocabularyText
 
 
 def plan(model: str | Path | Description, **settings: Any) -> Plan:
@@ -87,14 +88,17 @@ def prune(
         parallel.lead(check_output, out, dense.folder, force or unfinished(out))
         plan = placed(Plan.of(dense, recipe))
         dense = replace(dense, layout=plan.model.layout)  # in the plan's units of attention
+        vocabulary = VocabularyText.read(dense, recipe)
         text = CalibrationText.read(dense, recipe, progress)
+        identity = text.identity | vocabulary.identity
         with Checkpoint.open(
-            out, plan, dense, text.identity, force=force, restart=restart
+            out, plan, dense, identity, force=force, restart=restart
         ) as checkpoint:
             if checkpoint.finished:
                 return checkpoint.finished
             # Windows → blocks that stay → widths of every block
             windows = text.windows(plan, checkpoint.once, progress)
+            renumbering = vocabulary.renumbering(checkpoint.once, progress)
             if recipe.drop_blocks:
                 choose = partial(choose_blocks, plan, dense, windows.fit, progress)
                 chosen, _ = checkpoint.once("blocks left out", choose)
@@ -105,7 +109,12 @@ def prune(
             checkpoint.begin(plan)
             checkpoint.say_resumed(progress)
             seconds = {"before blocks": time.perf_counter() - began}
-            if not checkpoint.complete:
+            if not checkpoint.complete and plan.keeps_blocks:
+                for whole in plan.blocks:
+                    if checkpoint.solved([whole]) is None:
+                        checkpoint.keep([unchanged(whole, dense, plan)])
+                checkpoint.note_predictions({})
+            elif not checkpoint.complete:
                 streams = Streams(plan, dense, windows.fit, windows.validation)
                 for blocks in parallel.rounds(plan.blocks, alone=plan.sequential):
                     solved = checkpoint.solved(blocks)
@@ -118,4 +127,4 @@ def prune(
                         progress("solving", blocks[-1].index + 1, plan.dense.layers)
                 checkpoint.note_predictions(streams.predictions())
             seconds["blocks"] = time.perf_counter() - began - seconds["before blocks"]
-            return checkpoint.finish(windows.record, seconds)
+            return checkpoint.finish(windows.record, seconds, renumbering)

@@ -24,6 +24,7 @@ from coec.methods.selection import (
     keep_highest,
     unit_scores,
 )
+from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Site
 from coec.models.surgery import (
@@ -88,6 +89,13 @@ def solve(blocks: Sequence[BlockLayout], streams: Streams, plan: Plan) -> list[S
     if plan.trains and block.sites:
         solved = parallel.lead(_trained, solved, streams, *streams.examples(), plan)
     return [solved]
+
+
+def unchanged(block: BlockLayout, dense: Dense, plan: Plan) -> SolvedBlock:
+    """Return a block of which everything stays, in the dtype of the result."""
+    tensors = {n: cast(t, plan.written, n) for n, t in dense.tensors(block).items()}
+    kept = {site.key: torch.arange(site.units) for site in block.sites}
+    return SolvedBlock(block, tensors, kept, [_row(site, site.units, {}) for site in block.sites])
 
 
 def solve_measured(

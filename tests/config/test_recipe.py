@@ -80,7 +80,7 @@ def test_defaults_without_effect_are_left_out():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"sparsity": 0}, {"sparsity": 1}, {"sparsity": -0.1}, {"sparsity": 1.5}, {"sparsity": 30},
+        {"sparsity": 1}, {"sparsity": -0.1}, {"sparsity": 1.5}, {"sparsity": 30},
         {"sparsity": "much"}, {"sparsity": math.nan}, {"sparsity": 10**400},
         {"attention_sparsity": -0.1}, {"attention_sparsity": 1.0},
         {"multiple_of": 0}, {"multiple_of": "-8"}, {"multiple_of": "often"}, {"multiple_of": 2.5},

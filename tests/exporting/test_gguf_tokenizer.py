@@ -2,11 +2,11 @@
 
 import json
 
-import bpe_tokenizers as bt
 import pytest
 import torch
 from gguf import GGUFReader, TokenType
 
+import bpe_tokenizers as bt
 import coec
 import tiny_models as tm
 from coec.errors import ModelError

@@ -5,13 +5,13 @@
 
 import ctypes
 
-import bpe_tokenizers as bt
 import pytest
 import torch
 from llama import Llama
 from transformers import AutoTokenizer
 from variants import HELD, UNIT, YARN
 
+import bpe_tokenizers as bt
 import coec
 import tiny_models as tm
 from coec.models.dense import Dense

@@ -14,6 +14,7 @@ from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
 from coec.models.files import JsonDict
 from coec.models.layout import in_words, split_over
+from coec.models.renumbering import VOCABULARY
 from coec.planning.kept import KEPT
 from coec.version import __version__
 
@@ -75,6 +76,9 @@ def card(report: Report) -> str:
     inside = plan.get("inside")
     task, kind = ("image-text-to-text", "ImageTextToText") if inside else _TEXT
     reader = "AutoProcessor" if inside else "AutoTokenizer"
+    evaluation = "coec eval THIS_FOLDER --baseline DENSE"
+    if VOCABULARY in plan["widths"]:  # models of other vocabularies are not compared by token
+        evaluation = "coec eval THIS_FOLDER"
     notes = "".join(f"\n{note[0].upper()}{note[1:]}.\n" for note in plan["notes"])
     loaders = "\n".join(f"- {loader}: {verdict}" for loader, verdict in plan["loads_in"].items())
     if sizes := plan.get("tensor_parallel"):
@@ -110,7 +114,7 @@ model = AutoModelFor{kind}.from_pretrained("path/to/this/folder"{trust})
 {_errors(report)}
 
 Errors are on the calibration data; they say nothing about other text. Evaluate before use:
-`coec eval THIS_FOLDER --baseline DENSE`.
+`{evaluation}`.
 {_measured(report)}
 ## Recipe
 
@@ -279,6 +283,7 @@ def _flag(name: str, value: Any) -> str:
 _UNITS = {
     "mlp": "MLP channels", "shared": "MLP channels", "experts": "channels of experts",
     "whole_experts": "experts", "kv_groups": "KV groups", "query_heads": "query heads",
+    "vocabulary": "tokens of the vocabulary",
 }  # fmt: skip
 """What the card calls the units that a width counts, in its order."""
 
@@ -288,12 +293,17 @@ def _units(plan: Mapping[str, Any]) -> str:
     changed = {name for name, width in plan["widths"].items() if width["before"] != width["after"]}
     if "kv_groups" in changed:  # which take their query heads along
         changed.discard("query_heads")
+    if (size := plan["widths"].get(VOCABULARY)) and size["after"] > size["before"]:
+        changed.discard(VOCABULARY)  # it is padded
     found = list(dict.fromkeys(words for name, words in _UNITS.items() if name in changed))
     if dropped := plan.get("dropped_blocks"):
         found.append(f"{len(dropped)} of {plan['layers']} blocks")
+    found = found or ["no unit"]
     return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
 def _of_what(width: str) -> str:
     """Return the name of the units that a width counts."""
+    if width == VOCABULARY:
+        return width
     return "channels per expert" if width == "experts" else f"{width.replace('_', ' ')} per block"

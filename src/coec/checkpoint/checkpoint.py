@@ -39,6 +39,7 @@ from coec.models.folder import CONFIG, carried_files, carry_files
 from coec.models.formats import without_blocks
 from coec.models.layout import BlockLayout
 from coec.models.names import apart, joined
+from coec.models.renumbering import VOCABULARY, Renumbering
 from coec.models.surgery import dtype_of
 from coec.planning.kept import KEPT
 from coec.planning.memory import disk
@@ -63,6 +64,7 @@ class Checkpoint:
         self._pieces, self._dense = journal, dense
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
+        self._renumbering: Renumbering | None = None
         self.finished: Report | None = parallel.lead(self._earlier)
         self.begin(plan)
 
@@ -247,13 +249,17 @@ class Checkpoint:
 
         parallel.lead(note)
 
-    def finish(self, windows: JsonDict, seconds: dict[str, float]) -> Report:
+    def finish(
+        self, windows: JsonDict, seconds: dict[str, float], renumbering: Renumbering | None = None
+    ) -> Report:
         """Write everything that is missing, and put the folder in place.
 
         Args:
             windows: the record of the calibration windows, and notes on them.
             seconds: wall-clock time by phase.
+            renumbering: the token ids that stay; None if all do.
         """
+        self._renumbering = renumbering
         return parallel.lead(self._finish, windows, seconds)
 
     def _finish(self, windows: JsonDict, seconds: dict[str, float]) -> Report:
@@ -308,11 +314,15 @@ class Checkpoint:
         kept: dict[str, Tensor] = {}
         for block in self.plan.blocks:
             kept |= read_tensors(self._journal.path(_units(block)))
+        if (ids := self._renumbering) and not ids.all_stay:
+            kept[VOCABULARY] = ids.kept
         write_tensors(kept, folder / KEPT, {"format": "pt"})
         write_json(folder / CONFIG, self._config())
         if (code := self.plan.output.code) is not None:
             (folder / non_uniform.FILE).write_text(code, encoding="utf-8")
         carry_files(self._dense.folder, folder)
+        if self._renumbering:
+            self._renumbering.write(folder)
 
     def _shard(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return tensors of the result by their names in files.
@@ -326,13 +336,18 @@ class Checkpoint:
         for block, group in itertools.groupby(sorted(inside), self._block_of):
             if block is None:
                 for name in group:
-                    tensors[inside[name]] = self._dense.tensor(name).to(self.plan.written)
+                    tensors[inside[name]] = self._outside(name).to(self.plan.written)
                 continue
             with opened(self._journal.path(_weights(block))) as file:
                 for whole in (inside[name] for name in group):
                     tensors[whole] = joined(self._sources[whole], file.get_tensor)
         carried = [whole for whole in names if whole not in self._names]
         return tensors | {whole: self._dense.around_it(whole) for whole in carried}
+
+    def _outside(self, name: str) -> Tensor:
+        """Return a tensor outside of all blocks, with the rows of the tokens that stay."""
+        tensor, renumbering = self._dense.tensor(name), self._renumbering
+        return renumbering.rows(tensor) if renumbering and name in self._dense.by_token else tensor
 
     def _block_of(self, name: str) -> BlockLayout | None:
         blocks = self._dense.layout.blocks
@@ -350,6 +365,7 @@ class Checkpoint:
     def _config(self) -> JsonDict:
         """Return the configuration with the dtype written."""
         config = dict(without_blocks(self.plan.output.config, self.plan.dropped))
+        config = self._renumbering.config(config) if self._renumbering else config
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = dtype_name(self.plan.written)
         if around := self._dense.around:

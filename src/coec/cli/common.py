@@ -114,12 +114,17 @@ def quieten() -> None:
     hub_logging.set_verbosity_error()
 
 
-def measuring(model: str, out: str, text: str) -> str:
-    """Return a line with the command that measures `out`, on other text than it was made from."""
+def measuring(model: str, out: str, text: str, *, compared: bool = True) -> str:
+    """Return a line with the command that measures `out`, on other text than it was made from.
+
+    If the two models have different vocabularies, they are not `compared` by token.
+    """
     from coec.text.sources import is_named
 
-    evaluated = text if is_named(text) or text == "self" else "OTHER.txt"  # test split, or seed
-    return f"measure it: coec eval {named(out)} --baseline {named(model)}{text_flag(evaluated)}"
+    other = is_named(text) or (compared and text == "self")  # test split, or seed
+    baseline = f" --baseline {named(model)}" if compared else ""
+    evaluated = text_flag(text if other else "OTHER.txt")
+    return f"measure it: coec eval {named(out)}{baseline}{evaluated}"
 
 
 def text_flag(text: str) -> str:

@@ -27,8 +27,8 @@ _FLAGS = (
 
 
 _FIRST = (
-    "perplexity", "baseline_perplexity", "ratio", "kl", "agreement", "distinct",
-    "baseline_distinct",
+    "perplexity", "baseline_perplexity", "ratio", "kl", "agreement", "nats_per_character",
+    "distinct", "baseline_distinct",
 )  # fmt: skip
 """Numbers of the first two lines."""
 
@@ -57,6 +57,8 @@ def _lines(result: "Perplexity") -> Iterator[str]:
             f" (dense {result.baseline_perplexity:.4g}, × {result.ratio:.3g}), "
             f"KL {result.kl:.3f}, same top token {result.agreement:.0%}"
         )
+    if result.nats_per_character is not None:
+        line += f"; {result.nats_per_character:.4f} nats per character"
     yield line
     if result.distinct is not None:
         line = f"of its greedy text {result.distinct:.0%} of the 3-grams are different"

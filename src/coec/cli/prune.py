@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _WIDTHS = {
     "mlp": "MLP channels", "experts": "expert channels", "shared": "shared channels",
     "whole_experts": "experts", "kv_groups": "KV groups", "query_heads": "query heads",
+    "vocabulary": "vocabulary",
 }  # fmt: skip
 """Names of widths in a report, and the words for them."""
 FIRST_SCREEN = (
@@ -167,7 +168,7 @@ def _sizes(plan: "Plan") -> Iterator["RenderableType"]:
         layers = plan.dense.layers
         yield f"blocks: {layers} → {layers - len(plan.dropped)}"
     rows = [
-        (f"{name.replace('_', ' ')} × {plan.dense.layers} blocks",
+        (name if name == "vocabulary" else f"{name.replace('_', ' ')} × {plan.dense.layers} blocks",
          in_words(width["before"]), in_words(width["after"]))
         for name, width in record["widths"].items()
     ]  # fmt: skip
@@ -235,7 +236,8 @@ def _lines(report: "Report") -> Iterator[str]:
 def _next(report: "Report") -> Iterator[str]:
     """Yield the commands that measure the result, and train it on its text."""
     text = str(report.recipe["calibration"])
-    yield common.measuring(report.model, report.out, text)
+    compared = "vocabulary" not in report.plan["widths"]
+    yield common.measuring(report.model, report.out, text, compared=compared)
     if not report.plan["inside"]:  # of models of text and images none is trained
         model, out, trained = map(common.named, (report.model, report.out, f"{report.out}-trained"))
         yield f"train it a little: coec recover {model} {out} {trained}{common.text_flag(text)}"

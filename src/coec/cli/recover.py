@@ -84,7 +84,9 @@ def recovery_lines(report: "Report") -> Iterator[str]:
     if most_tokens(text["windows"] - validation["windows"], record["seq_len"]) < record["asked"]:
         yield f"the text is shorter than {record['asked']:,} tokens: more text helps more"
     yield f"seconds          {record['seconds']:.1f}"
-    yield common.measuring(report.model, report.out, text["source"])
+    yield common.measuring(
+        report.model, report.out, text["source"], compared="vocabulary" not in report.plan["widths"]
+    )
 
 
 def ways_to_train(

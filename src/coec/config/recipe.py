@@ -54,7 +54,7 @@ class Recipe(Settings):
     presets = _DEFAULTS
 
     # What to remove
-    sparsity: float = setting(0.3, gt=0, lt=1, heading="What to remove")
+    sparsity: float = setting(0.3, ge=0, lt=1, heading="What to remove")
     """Fraction of the units that is removed: MLP channels, those of every expert, and in `paper`
     units of attention. 0.3 of the channels is 17 to 20 % of the parameters of most models; for a
     share of the parameters give a budget."""
@@ -72,6 +72,16 @@ class Recipe(Settings):
     drop_blocks: int = setting(0, ge=0)
     """Number of whole blocks that are removed too, each time the block without which predictions
     change least. The first and the last block are kept."""
+    vocabulary: int | None = setting(None, ge=1, otherwise="all")
+    """Number of tokens that are kept: special tokens, bytes, those of chat templates, and those
+    that are most frequent in `vocabulary_text`. Words without a token are written in pieces. With
+    sparsity 0 only the vocabulary is cut."""
+    vocabulary_text: str | None = setting(None, otherwise="the calibration text")
+    """Text in which tokens are counted, up to 16 million of them; a mixture counts by its shares.
+    """
+    pad_vocabulary: int | None = setting(None, ge=1, otherwise="none")
+    """Number of rows of the embedding and the head: the vocabulary of the larger model whose draft
+    this one will be. Rows without a token are the mean of all others, and so improbable."""
     budget: str | None = setting(None, otherwise="what sparsity leaves")
     """What the pruned model may take, instead of a sparsity: a share of the parameters (0.8), their
     number (5600000000), or the memory of a server (16GB, 14.5GiB) for the weights as written and
@@ -153,7 +163,7 @@ class Recipe(Settings):
         _check_together(self)
         return self
 
-    @field_validator("kept", "calibration", mode="before")
+    @field_validator("kept", "calibration", "vocabulary_text", mode="before")
     @classmethod
     def _path_as_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
@@ -303,6 +313,18 @@ def _check_together(recipe: Recipe) -> None:
         for option, why in options.idle().items():
             if option in recipe.options:
                 raise without_effect(option, why)
+    if recipe.vocabulary is None and recipe.vocabulary_text is not None:
+        raise without_effect("vocabulary_text", "no vocabulary = N")
+    if recipe.pad_vocabulary is not None and recipe.pad_vocabulary < (recipe.vocabulary or 1):
+        raise OptionError(
+            f"pad_vocabulary must be at least vocabulary = {recipe.vocabulary:,}, got "
+            f"{recipe.pad_vocabulary:,}"
+        )
+    own = recipe.own if recipe.vocabulary_text is None else recipe.vocabulary_text == "self"
+    if recipe.vocabulary is not None and own:
+        raise OptionError(
+            "vocabulary counts the tokens of a text, and self is none: set vocabulary_text"
+        )
     if recipe.attention_units == "heads" and recipe.attention_sparsity == 0:
         raise without_effect("attention_units = heads", "attention_sparsity = 0")
 

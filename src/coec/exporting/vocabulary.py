@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from gguf import TokenType
 
 from coec.models.files import JsonDict
+from coec.models.renumbering import BYTES, in_order, pairs
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,6 @@ class Vocabulary:
 
 class UnknownTokenizerError(Exception):
     """Raised with the reason why no tokenizer of llama.cpp gives the same ids."""
-
-
-def pairs(merges: list[list[str] | str]) -> tuple[tuple[str, str], ...]:
-    """Read the merges of a tokenizer.json, in either of its two forms."""
-    split = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
-    return tuple((first, second) for first, second in split)
-
-
-def in_order(entry: JsonDict | None, key: str) -> list[JsonDict]:
-    """List the steps of a normalizer or pre-tokenizer, of which there may be several or none."""
-    if entry is None:
-        return []
-    if key not in entry:
-        return [entry]
-    return [step for inner in entry[key] for step in in_order(inner, key)]
 
 
 _WORDS = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -138,7 +124,6 @@ def _cuts(steps: list[JsonDict]) -> tuple[str, ...]:
 
 
 SPACE = "▁"
-BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _ALWAYS = (
     "llama.cpp puts a space before a text that begins with one, the model's own tokenizer does not"
 )

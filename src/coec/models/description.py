@@ -165,10 +165,17 @@ class Description:
         return sum(shape.numel() for shape in self.shapes.values())
 
     @property
+    def by_token(self) -> list[str]:
+        """Names of the tensors with a row for every token: of the embedding and the head."""
+        modules = [
+            name.removesuffix("weight") for name in (self.layout.embedding, self.layout.head)
+        ]
+        return [name for name in self.shapes if name.startswith(tuple(modules))]
+
+    @property
     def vocabulary_parameters(self) -> int:
         """Number of parameters of the embedding and the head."""
-        names = (self.layout.embedding, self.layout.head)
-        return sum(self.shapes[n].numel() for n in names if n in self.shapes)
+        return sum(self.shapes[name].numel() for name in self.by_token)
 
     @property
     def outside(self) -> list[str]:

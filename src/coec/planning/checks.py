@@ -52,6 +52,7 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
             "reconstruct sums over tokens in the dtype of the forward pass, which overflow in "
             "float16: set forward_dtype=bfloat16 or forward_dtype=float32"
         )
+    _check_vocabulary(model, recipe)
     if recipe.attention_units == "heads":
         _check_heads(model)
     if recipe.budget_active is not None and not model.layout.experts:
@@ -111,6 +112,31 @@ def check_widths(model: Description, widths: Widths, built: Mapping[str, torch.S
                 f"to be {shapes[0]}, and its class makes it {shapes[1]}: choose another sparsity "
                 "or multiple_of"
             )
+
+
+def _check_vocabulary(model: Description, recipe: Recipe) -> None:
+    """Raise OptionError if the vocabulary would not be smaller, or the padded one not larger."""
+    cut, padded, before = recipe.vocabulary, recipe.pad_vocabulary, model.vocabulary
+    if model.around is not None and (cut or padded):
+        raise OptionError(
+            f"the vocabulary of a language model inside another stays ({model.around.name}): leave "
+            "out vocabulary and pad_vocabulary"
+        )
+    if (cut or padded) and model.reads_tokens:
+        raise OptionError(
+            f"the vocabulary of {model.architecture.model_type} stays ({_READS}): leave out "
+            "vocabulary and pad_vocabulary"
+        )
+    if cut is not None and cut >= before:
+        raise OptionError(
+            f"vocabulary must be less than this model's {before:,} tokens, got {cut:,}"
+        )
+    if padded is not None and (padded <= before if cut is None else padded >= before):
+        bound = "more" if cut is None else "less"
+        raise OptionError(
+            f"pad_vocabulary must be {bound} than this model's {before:,} tokens, got {padded:,}: "
+            f"leave it out, or {'set' if cut is None else 'leave out'} vocabulary"
+        )
 
 
 def _check_heads(model: Description) -> None:
@@ -217,7 +243,8 @@ def notes_of(
             of_unit = blocks * parameters(site, model.shapes) if len(counts) == 1 else 0
             yield from _rounding(site, shares.of(site), max(counts), of_unit)
     widest = max(site.columns for site in model.layout.sites)
-    if recipe.compensation != "none" and tokens < PLENTY * widest:
+    fitted = recipe.compensation != "none" and any(map(widths.removes_from, model.layout.sites))
+    if fitted and tokens < PLENTY * widest:
         windows = math.ceil(recipe.samples * PLENTY * widest / tokens)
         yield (
             f"{tokens:,} tokens for up to {widest:,} columns: more text lowers the error still; "

@@ -22,6 +22,7 @@ from coec.models.files import JsonDict, parse_json
 from coec.models.folder import REPORT
 from coec.models.layout import BlockLayout, Layout, Site
 from coec.models.matching import RawCheckpoint, SiteTensors, kept_units, match_rows
+from coec.models.renumbering import VOCABULARY
 from coec.types import KeptSet
 
 KEPT = "coec/kept.safetensors"
@@ -170,7 +171,7 @@ def _content(path: Path) -> Mapping[str, Any]:
     file = path / KEPT if folder else path
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
+            return {site: ids for site, ids in load_file(file).items() if site != VOCABULARY}
         content = parse_json(file, distinct=True)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")

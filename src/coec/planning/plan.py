@@ -25,6 +25,7 @@ from coec.models.formats import OutputFormat, choose_format, renumbered, without
 from coec.models.layout import QUANTISED_COLUMNS, BlockLayout, Shape, Site, in_words
 from coec.models.names import Source
 from coec.models.non_uniform import FILE as CODE
+from coec.models.renumbering import VOCABULARY
 from coec.planning.by_importance import Importances, by_importance
 from coec.planning.checks import check_model, check_widths, notes_of
 from coec.planning.kept import KeptUnits
@@ -158,9 +159,9 @@ class Plan:
     def _within_budget(self) -> "Plan":
         """Return the plan with widths and format, within the budget if there is one."""
         budget, layout, costs = self.budget, self.model.layout, self.costs
+        elsewhere = bool(self.dropped) or self.vocabulary != self.model.vocabulary
         if budget is None:
-            widths = uniform(layout, self.shares, self.kept, fewer_blocks=bool(self.dropped))
-            return self._with(widths)
+            return self._with(uniform(layout, self.shares, self.kept, elsewhere=elsewhere))
         removed, said = costs.whole - budget, " = ".join(self.recipe.limit or ())
         inside = sum(costs.block(layout.blocks[n]) for n in self.dropped)
         if not self.chosen and removed <= inside:
@@ -186,7 +187,7 @@ class Plan:
                     f"(embedding and head, which stay, are {vocabulary:.0%} of the parameters): "
                     "allow more, or take a smaller multiple_of"
                 )
-            widths = uniform(layout, shares, self.kept, fewer_blocks=bool(self.dropped))
+            widths = uniform(layout, shares, self.kept, elsewhere=elsewhere)
             plan = replace(self, shares=shares)._with(widths)
             if way and len(ways) > 1:
                 remark = f"attention loses units too: {said} cannot be met "
@@ -220,9 +221,10 @@ class Plan:
             relabel=around is None, fewer_blocks=bool(self.dropped),
         )  # fmt: skip
         built = Description.of(output.config, model.architecture)
-        shapes = built.shapes
         if model.architecture.inferred:
-            check_widths(model, widths, shapes)
+            check_widths(model, widths, built.shapes)
+        by_token = {n: (self.vocabulary, *built.shapes[n][1:]) for n in model.by_token}
+        shapes = built.shapes | {name: torch.Size(shape) for name, shape in by_token.items()}
         if around is not None:
             running = {name: t.shape for name, t in built.skeleton().state_dict().items()}
             around.check(around.with_sizes(model.config, output.config), running)
@@ -279,8 +281,12 @@ class Plan:
     def costs(self) -> Costs:
         """Sizes in which a budget counts: of memory, with the keys and values of `context`."""
         in_memory = self.recipe.budget is not None and memory_size(self.recipe.budget)
-        active = self.recipe.budget_active is not None
-        return Costs(self.model, self.recipe.context if in_memory else 0, active)
+        return Costs(
+            self.model,
+            context=self.recipe.context if in_memory else 0,
+            active=self.recipe.budget_active is not None,
+            rows=self.vocabulary - self.model.vocabulary,
+        )
 
     @property
     def size_after(self) -> int:
@@ -304,20 +310,23 @@ class Plan:
             return None
         name, text = self.recipe.limit
         model, whole = self.model, self.costs.whole
+        dense = replace(self.costs, context=0, rows=0).whole
         if memory := memory_size(text):
             around = 0 if model.around is None else model.around.outside()
             budget = memory // self.written.itemsize - around
         else:
             count = parameter_count(text)
-            budget = int(count * whole if count < 1 else count)
+            budget = int(count * dense if count < 1 else count)
         if not 0 < budget < whole:
-            context, parameters = self.costs.context, replace(self.costs, context=0).whole
+            context = self.costs.context
             cache = (
                 f", with the keys and values of context = {context:,} tokens," if context else ""
             )
             room = "has room for no parameter" if budget < 1 else "removes nothing"
+            if budget > 0 and self.costs.rows < 0:
+                room = f"removes nothing more than vocabulary = {self.vocabulary:,}"
             raise OptionError(
-                f"{name} = {text}{cache} {room} of this model's {parameters:,}: allow "
+                f"{name} = {text}{cache} {room} of this model's {dense:,}: allow "
                 + ("more" if budget < 1 else "less")
             )
         return budget
@@ -352,6 +361,18 @@ class Plan:
     def blocks(self) -> list[BlockLayout]:
         """The blocks that stay."""
         return [block for block in self.model.layout.blocks if block.index not in self.dropped]
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids of the result."""
+        return self.recipe.pad_vocabulary or self.recipe.vocabulary or self.model.vocabulary
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """True if every block stays as it is."""
+        if self.dropped or self.widths.experts or not self.decided:
+            return False
+        return not any(map(self.widths.removes_from, self.model.layout.sites))
 
     @cached_property
     def pruned_model(self) -> Description:
@@ -479,7 +500,8 @@ class Plan:
                     "after": _by_block(self.pruned, size, self.dropped),
                 }
                 for name, size in self._size_names().items()
-            },
+            }
+            | self._vocabulary_sizes(),
             "parameters": {"before": before, "after": after},
             "active": self._active() if self.model.layout.experts else None,
             "removed": {**removed, "parameters": (before - after) / before},
@@ -487,6 +509,11 @@ class Plan:
             "notes": list(self.notes),
             "seq_len": self.seq_len,
         }
+
+    def _vocabulary_sizes(self) -> dict[str, dict[str, int]]:
+        """Return the sizes of the vocabulary, if it changes."""
+        sizes = {"before": self.model.vocabulary, "after": self.vocabulary}
+        return {} if len(set(sizes.values())) == 1 else {VOCABULARY: sizes}
 
     def _active(self) -> dict[str, int]:
         """Return the parameters that one token passes: of the experts the chosen ones alone."""

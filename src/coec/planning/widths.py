@@ -75,18 +75,21 @@ class Widths:
 class Costs:
     """Size of units and blocks: parameters, and the keys and values of `context` tokens.
 
-    If `active`, only the parameters that one token passes count.
+    If `active`, only the parameters that one token passes count. The vocabulary has so many `rows`
+    more than the dense one, a negative number if it is cut.
     """
 
     model: Description
     context: int = 0
     active: bool = False
+    rows: int = 0
 
     @property
     def whole(self) -> int:
-        """The size of the dense model."""
+        """The size of the dense model, with the vocabulary of the result."""
+        row = self.model.vocabulary_parameters // self.model.vocabulary
         count = self.count(self.model.shapes, self.model.shape.experts)
-        return count + self.context * self.model.cached()
+        return count + self.rows * row + self.context * self.model.cached()
 
     def count(self, shapes: Mapping[str, torch.Size], experts: int) -> int:
         """Return the parameters of tensors that count, of a model with so many experts."""
@@ -224,7 +227,7 @@ class Shares:
 
 
 def uniform(
-    layout: Layout, shares: Shares, kept: KeptUnits | None = None, *, fewer_blocks: bool = False
+    layout: Layout, shares: Shares, kept: KeptUnits | None = None, *, elsewhere: bool = False
 ) -> Widths:
     """`⌈(1 − ρ) n⌉` units of every site and experts of every block, channels rounded up.
 
@@ -232,7 +235,7 @@ def uniform(
         layout: where units are.
         shares: the fractions that are removed.
         kept: the units of sites that the user names; these sites keep the same number.
-        fewer_blocks: whole blocks are removed, so that nothing else need be.
+        elsewhere: something else than units is removed, so that no unit need be.
 
     Raises:
         OptionError: nothing is removed anywhere.
@@ -243,7 +246,7 @@ def uniform(
         counts[site.block, site.name] = _count(site, shares) if named is None else len(named)
     experts = kept_experts(layout.experts, shares)
     widths = Widths(counts, experts if experts < layout.experts else None)
-    if fewer_blocks or widths.experts or any(map(widths.removes_from, layout.sites)):
+    if elsewhere or widths.experts or any(map(widths.removes_from, layout.sites)):
         return widths
     if kept is not None and kept.covers(layout):
         raise OptionError(f"'{kept.source}' keeps every unit of every site: nothing is removed")
@@ -288,7 +291,7 @@ def shares_for(
         return replace(shares, mlp=share, attention=share if attention else shares.attention)
 
     def removed(step: int) -> int:
-        widths = uniform(costs.model.layout, at(step), kept, fewer_blocks=True)
+        widths = uniform(costs.model.layout, at(step), kept, elsewhere=True)
         return widths.removed(costs, dropped)
 
     # The removed count never falls as the fraction rises: bisection finds the first sufficient one.

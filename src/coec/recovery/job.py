@@ -18,9 +18,11 @@ from coec.devices import choose_device, computed_by
 from coec.errors import ModelError, OptionError, check_installed
 from coec.models.dense import Dense
 from coec.models.description import Description
-from coec.models.files import JsonDict
+from coec.models.files import JsonDict, read_tensors
 from coec.models.folder import REPORT
+from coec.models.renumbering import VOCABULARY, Renumbering
 from coec.models.surgery import cast
+from coec.planning.kept import KEPT
 from coec.recovery import plan
 from coec.recovery.text import read_windows
 from coec.text.tokens import check_same_tokenizer, source_of
@@ -71,7 +73,7 @@ class Job:
         seq_len = plan.window_length(dense, pruned, recovery)
         way = plan.check_plan(dense, pruned, recovery)
         check_space(out, way.disk)
-        check_text(dense, recovery, seq_len, trust=trust)
+        check_text(pruned, recovery, seq_len, trust=trust)
         # If no setting says whether activations are recomputed, the plan does.
         device, checkpointing = choose_device(recovery.device), bool(way.recovery.checkpointing)
         return cls(dense, pruned, report, recovery, seq_len, device, checkpointing, out, trust)
@@ -126,8 +128,13 @@ class Job:
         return rate * (1 if self.recovery.lora is None else LORA_FACTOR)
 
     def teacher(self) -> PreTrainedModel:
-        """Build the dense model, which is not trained."""
-        return self._loaded(self.dense, self.device).requires_grad_(requires_grad=False)
+        """Build the dense model, which is not trained, with the vocabulary of the pruned model."""
+        network = self._loaded(self.dense, self.device).requires_grad_(requires_grad=False)
+        if VOCABULARY in self.report.plan["widths"]:
+            before, size = self.dense.vocabulary, self.pruned.vocabulary
+            kept = read_tensors(self.pruned.folder / KEPT).get(VOCABULARY, torch.arange(before))
+            Renumbering(kept, before, size).cut(network)
+        return network
 
     def network(self, tensors: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
         """Build the pruned model for use, with its own weights or others by their stored names."""
@@ -188,10 +195,10 @@ def check_alone(dense: Description) -> None:
         )
 
 
-def check_text(dense: Dense, recovery: Recovery, seq_len: int, *, trust: bool) -> None:
+def check_text(model: Dense, recovery: Recovery, seq_len: int, *, trust: bool) -> None:
     """Raise CoecError unless the text can be read, and has two windows."""
     if not recovery.own:
-        read_windows(dense, recovery, seq_len, 2, trust_remote_code=trust)
+        read_windows(model, recovery, seq_len, 2, trust_remote_code=trust)
 
 
 def identity_of(recovery: Recovery) -> JsonDict:
@@ -206,7 +213,8 @@ def _check_kinship(dense: Dense, pruned: Dense, *, trust: bool) -> Report:
             f"no {REPORT} in '{pruned.folder}': PRUNED must be a folder that coec made"
         )
     report = Report.read(pruned.folder)
-    check_same_tokenizer(pruned.folder, dense.folder, trust_remote_code=trust)
+    if VOCABULARY not in report.plan["widths"]:
+        check_same_tokenizer(pruned.folder, dense.folder, trust_remote_code=trust)
     if dense.digest != report.model_sha256:
         raise ModelError(
             f"'{pruned.folder}' was not made from '{dense.folder}', whose weights are others: give "

@@ -209,7 +209,7 @@ class Session:
         job = self.job
         if not job.recovery.own:
             windows = texts.read_windows(
-                job.dense, job.recovery, job.seq_len, count, trust_remote_code=job.trust,
+                job.pruned, job.recovery, job.seq_len, count, trust_remote_code=job.trust,
                 progress=self._tell,
             )  # fmt: skip
             ids, source, sha256 = windows.ids, windows.source, windows.text_sha256
@@ -233,7 +233,7 @@ class Session:
         """Let the dense model write a group of windows; every group has its own seed."""
         job = self.job
         return sample_from_model(
-            teacher, load_tokenizer(job.dense.folder, trust_remote_code=job.trust), samples=size,
+            teacher, load_tokenizer(job.pruned.folder, trust_remote_code=job.trust), samples=size,
             seq_len=job.seq_len, seed=nth_seed(job.recovery.seed, group + 1),
             at_once=windows_that_fit(job.dense, teacher, job.seq_len),
         ).ids  # fmt: skip

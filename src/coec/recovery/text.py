@@ -61,7 +61,7 @@ def most_tokens(windows: int, seq_len: int) -> int:
 
 
 def read_windows(
-    dense: Dense,
+    model: Dense,
     recovery: Recovery,
     seq_len: int,
     count: int,
@@ -69,13 +69,13 @@ def read_windows(
     trust_remote_code: bool,
     progress: Progress | None = None,
 ) -> Windows:
-    """Cut the first `count` windows of the text, or all that it has.
+    """Cut the first `count` windows of the text, or all that it has, by a model's tokenizer.
 
     Raises:
         CalibrationError: the text has less than two windows, or is of another vocabulary.
     """
     windows = windows_in_order(
-        dense, recovery.text, recovery.text_column, count=count, seq_len=seq_len,
+        model, recovery.text, recovery.text_column, count=count, seq_len=seq_len,
         trust_remote_code=trust_remote_code, progress=progress,
     )  # fmt: skip
     if len(windows.ids) < 2:
