@@ -301,11 +301,11 @@ ACTIVE = {"preset": "paper", "attention_sparsity": 0, "multiple_of": 1}
 
 @pytest.mark.parametrize("variant", EXPERTS)
 def test_a_budget_of_active_parameters_is_of_what_one_token_passes(variant):
-    config = tm.raw_config(variant, moe_intermediate_size=256, intermediate_size=256)
+    config = tm.raw_config(variant, moe_intermediate_size=1024, intermediate_size=1024)
     described = Description.of(config)
     active = (plan := coec.plan(described, budget_active=0.8, **ACTIVE)).record()["active"]
     assert plan.widths.removed(plan.costs) == active["before"] - active["after"]
-    # Experts lose eight of 256 channels at a time.
+    # Experts lose eight of 1,024 channels at a time.
     assert 0.77 * active["before"] < active["after"] <= 0.8 * active["before"]
     number = int(0.8 * active["before"])
     assert coec.plan(described, budget_active=number, **ACTIVE).widths == plan.widths

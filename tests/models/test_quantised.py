@@ -13,7 +13,7 @@ import tiny_models as tm
 from coec.errors import ModelError
 from coec.models.architectures import architecture_of
 from coec.models.dense import Dense
-from coec.models.files import opened, read_headers
+from coec.models.files import Piece, opened, read_headers
 from coec.models.quantised import mxfp4, scaled, with_scales
 
 BLOCK = [16, 24]  # which divides neither 32 nor 40
@@ -290,10 +290,10 @@ def test_a_piece_of_mxfp4_is_one_of_all_experts(part, tmp_path):
     save_file({"w_scales": scales}, tmp_path / "model-00002-of-00002.safetensors")
     header = with_scales(read_headers(tmp_path), {})["w"]
     assert len(header.files) == 2
-    piece = dataclasses.replace(header, piece=(1, part))
+    piece = dataclasses.replace(header, piece=Piece(1, part, transposed=True))
     with opened(tmp_path / header.file) as content:
         found = piece.read(content, tmp_path)
-    assert torch.equal(found, theirs(codes, scales)[1, part])
+    assert torch.equal(found, theirs(codes, scales)[1].T[part])
 
 
 @pytest.mark.parametrize("shape", [None, (EXPERTS, ROWS), (EXPERTS, ROWS, GROUPS + 1)])

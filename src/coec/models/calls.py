@@ -21,18 +21,20 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments with which the model calls a layer, in addition to the hidden states."""
 
 
-def decoder_of(model: nn.Module) -> tuple[str, Any]:
+def decoder_of(model: Any) -> tuple[str, Any]:
     """Return the module that holds the layers of a model and runs them, and its path.
 
     Raises ModelError if no module has a list with a decoder layer for each one that is counted.
     """
-    count = getattr(getattr(model, "config", None), "num_hidden_layers", 0)
+    count = getattr(model.config, "num_hidden_layers", 0)
     for path, module in model.named_modules():
         layers = getattr(module, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers) == count:
             return path, module
+    model_type = model.config.model_type
     raise ModelError(
-        f"no decoder layers are found in a {type(model).__name__}: this type is not supported"
+        f"model type '{model_type}' is not supported: no decoder layers are found in a "
+        f"{type(model).__name__}"
     )
 
 

@@ -27,6 +27,7 @@ from coec.models.description import (
     check_layers,
     drafts_of,
     has_separate_head,
+    ignored_by,
     language_model,
 )
 from coec.models.files import Header, opened, parse_json, read_headers
@@ -89,13 +90,9 @@ class Dense(Description):
         carried: dict[str, Header] = {}
         if around := multimodal.around(config, headers):
             config = language_model(config)
-            inside: dict[str, Header] = {}
-            for whole, header in headers.items():
-                if (name := around.alone(whole)) is None:
-                    carried[whole] = header
-                else:
-                    inside[name] = header
-            headers = inside
+            alone = {whole: around.alone(whole) for whole in headers}
+            carried = {whole: headers[whole] for whole, name in alone.items() if name is None}
+            headers = {name: headers[whole] for whole, name in alone.items() if name is not None}
             notes.append(
                 f"this is the language model inside {around.name}: pruning carries its other "
                 f"{len(carried)} tensors over as they are, a GGUF file leaves them out; programs "
@@ -104,9 +101,12 @@ class Dense(Description):
         # Description → headers by the names of this package → without draft layers → a separate
         # head, if the weights have one → names, shapes and dtypes checked
         described = Description.of(config)
+        drafts = drafts_of(headers, config)
         if described.names.running:
-            headers = described.names.of_headers(headers, placer(described.skeleton()))
-        if drafts := drafts_of(headers, config):
+            network = described.skeleton()
+            headers = described.names.of_headers(headers, placer(network))
+            drafts |= ignored_by(network, headers.keys() - described.shapes.keys())
+        if drafts:
             headers = {name: header for name, header in headers.items() if name not in drafts}
             notes.append(
                 f"{len(drafts)} tensors that draft further tokens ({min(drafts)}, …) are left out: "

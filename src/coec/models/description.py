@@ -113,8 +113,7 @@ class Description:
                 config = {**config, key: getattr(resolved, key)}
         names = Names()
         if architecture.inferred:
-            path, _ = decoder_of(model)
-            layers = f"{path}.layers.".removeprefix(".")
+            layers = f"{decoder_of(model)[0]}.layers.".removeprefix(".")
             architecture = like or _completed(architecture, config, model, layers)
             names = Names.of(model, layers)
         shape = shape_of(config, architecture, resolved)
@@ -393,6 +392,12 @@ def drafts_of(headers: Mapping[str, Header], config: JsonDict) -> set[str]:
         return set()
     numbers = numbered_layers(headers)
     return {name for name, number in numbers.items() if layers <= number < layers + drafts}
+
+
+def ignored_by(model: PreTrainedModel, unknown: Iterable[str]) -> set[str]:
+    """Of names without a place in a model, those that its class leaves out, such as for drafts."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return {name for name in unknown if any(re.search(pattern, name) for pattern in patterns)}
 
 
 def check_layers(folder: Path, headers: Mapping[str, Header], layers: int) -> None:

@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Stack:
-    """How a parameter of all experts is made: experts × (rows of its parts) × columns.
+    """Parameter of all experts, made of one tensor each: experts × (rows of its parts) × columns.
 
     Attributes:
         names: every expert's tensors, expert by expert.
@@ -78,7 +78,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Joined:
-    """How a parameter is made of several tensors of files: one below the other."""
+    """Parameter that is made of several tensors of files, one below the other."""
 
     names: tuple[str, ...]
 
