@@ -270,10 +270,13 @@ def test_what_a_type_cannot_have_is_said_before_work(name, settings, match, mode
         coec.plan(models[name], **settings)
 
 
-def test_types_without_channels_are_refused_with_the_reason():
+def test_types_without_channels_are_refused_with_the_reason(tmp_path):
     config = {**SIZES, "model_type": "bitnet", "architectures": ["BitNetForCausalLM"]}
     with pytest.raises(ModelError, match=r"'bitnet' has no channels .*ffn_sub_norm\.weight"):
         Description.of(config)
+    sparse = {"activation_sparsity_pattern": [0.5, 0.0, 0.0]}
+    with pytest.raises(ModelError, match="mlp compares channels with each other before mlp.down"):
+        Dense.open(saved("gemma3n_text", tmp_path / "sparse", **sparse))
     with pytest.raises(ModelError, match="'bloom' is not supported: no decoder layers"):
         Description.of({"model_type": "bloom", "architectures": ["BloomForCausalLM"]})
 
@@ -315,7 +318,10 @@ REFUSED = {
 @pytest.mark.skipif(not (SHARED / "tools/tiny_decoders.py").is_file(), reason="needs shared/tools")
 @pytest.mark.skipif(int(transformers.__version__.split(".")[1]) < 23, reason="has fewer types")
 def test_every_decoder_that_is_built_small_keeps_the_contract(ids, tmp_path):
-    command = [sys.executable, SHARED / "tools/tiny_decoders.py", tmp_path / "dense"]
+    tool = SHARED / "tools/tiny_decoders.py"
+    types = tool.read_text().partition("TYPES='''")[2].partition("'''")[0].split()
+    types.remove("emu3")  # whose size it does not set: several GB
+    command = [sys.executable, tool, tmp_path / "dense", *types]
     subprocess.run(command, check=True, capture_output=True)
     folders = sorted((tmp_path / "dense").iterdir())
     failed, done = {}, 0

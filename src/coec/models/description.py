@@ -395,7 +395,7 @@ def drafts_of(headers: Mapping[str, Header], config: JsonDict) -> set[str]:
 
 
 def ignored_by(model: PreTrainedModel, unknown: Iterable[str]) -> set[str]:
-    """Of names without a place in a model, those that its class leaves out, such as for drafts."""
+    """Return the names, of those without a place in a model, that its class leaves out."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     return {name for name in unknown if any(re.search(pattern, name) for pattern in patterns)}
 

@@ -5,12 +5,14 @@ that become smaller, and how, tell which projections that size belongs to: an ML
 experts. What mixes tokens keeps its shape, so it plays no part.
 """
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from coec.errors import ModelError
 from coec.models.architectures import Experts, SitePattern
@@ -87,7 +89,7 @@ def infer(config: JsonDict, model: Any, layers: str, build: Build) -> Inferred:
                     found.setdefault((pattern.name, pattern.consumer), (pattern, key))
             except ModelError as error:
                 reasons.append(str(error))
-        if found:
+        if found or reasons:  # what other sizes belong to is no MLP
             break
     if not found:
         why = reasons[0] if reasons else "no size in its configuration belongs to an MLP alone"
@@ -215,7 +217,64 @@ def _of_linears(model: Any, layers: str, parent: str, group: list[_Change]) -> S
         raise ModelError(f"the projections in {parent} do not have as many rows as channels")
     order = sorted(producers, key=lambda entry: entry[0].rpartition(".")[2] not in _GATES)
     name = "shared" if "shared" in parent else "mlp"
-    return _pattern(name, tuple(module for module, _ in order), consumers[0], 2 if fused else 1)
+    pattern = _pattern(name, tuple(m for m, _ in order), consumers[0], 2 if fused else 1)
+    mlp = model.get_submodule(f"{layers}{group[0].layer}.{parent}".rstrip("."))
+    if parent and _compares(mlp, pattern, columns):
+        raise ModelError(f"{parent} compares channels with each other before {consumers[0]}")
+    return pattern
+
+
+class _Gives(nn.Module):
+    """Stand-in for a projection that returns given numbers."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.numbers
+
+
+class _Notes(nn.Module):
+    """Stand-in for a projection that notes its inputs."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.inputs = inputs
+        return inputs
+
+
+def _compares(mlp: nn.Module, pattern: SitePattern, columns: int) -> bool:
+    """Return whether an MLP computes some of its channels from others, such as by a mean over all.
+
+    The projections are stand-ins; half of the channels must come out as they do among all.
+    """
+    numbers = torch.randn(2, columns, generator=torch.Generator().manual_seed(0))
+
+    def read(size: int) -> Tensor:
+        copied, noting = copy.deepcopy(mlp), _Notes()
+        for number, module in enumerate(pattern.producers):
+            rows = numbers if pattern.projections == 2 else numbers[number % 2 : number % 2 + 1]
+            _replace(copied, module, _Gives(rows[:, :size].reshape(1, 1, -1)))
+        _replace(copied, pattern.consumer, noting)
+        copied.to_empty(device="cpu")
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            tensor.data.fill_(0.5)
+        copied(torch.zeros(1, 1, 1))
+        return noting.inputs
+
+    try:
+        whole, half = read(columns), read(columns // 2)
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # called in another way: its shapes are proven
+        return False
+    return not torch.allclose(whole[..., : columns // 2], half, atol=1e-5)
+
+
+def _replace(mlp: nn.Module, path: str, stand_in: nn.Module) -> None:
+    setattr(mlp, path.rpartition(".")[2], stand_in)
 
 
 def _pattern(
