@@ -93,7 +93,8 @@ def solve(blocks: Sequence[BlockLayout], streams: Streams, plan: Plan) -> list[S
 
 def unchanged(block: BlockLayout, dense: Dense, plan: Plan) -> SolvedBlock:
     """Return a block of which everything stays, in the dtype of the result."""
-    tensors = {n: cast(t, plan.written, n) for n, t in dense.tensors(block).items()}
+    read = dense.tensors(block).items()
+    tensors = {n: cast(t, dtype_of(n, plan.written), n) for n, t in read}
     kept = {site.key: torch.arange(site.units) for site in block.sites}
     return SolvedBlock(block, tensors, kept, [_row(site, site.units, {}) for site in block.sites])
 
