@@ -117,9 +117,9 @@ def masked_logits(folder, out):
     """Logits of the dense model where removed channels and experts have no effect."""
     model = load(folder)
     kept, gone = load_file(out / "coec/kept.safetensors"), {}
-    path, _ = decoder_of(model)
+    layers, _ = decoder_of(model)
     for block in Dense.open(folder).layout.blocks:
-        layer = model.get_submodule(f"{path}.layers.{block.index}")
+        layer = model.get_submodule(f"{layers}{block.index}")
         if (stay := kept.get(block.experts_key)) is not None:
             name = next(r.tensor for r in block.router if r.tensor.endswith("weight"))
             router = layer.get_parameter(name.removeprefix(block.prefix))

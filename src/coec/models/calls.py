@@ -22,7 +22,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def decoder_of(model: Any) -> tuple[str, Any]:
-    """Return the module that holds the layers of a model and runs them, and its path.
+    """Return the start of the names of a model's layers, and the module that runs them.
 
     Raises ModelError if no module has a list with a decoder layer for each one that is counted.
     """
@@ -30,7 +30,7 @@ def decoder_of(model: Any) -> tuple[str, Any]:
     for path, module in model.named_modules():
         layers = getattr(module, "layers", None)
         if isinstance(layers, nn.ModuleList) and len(layers) == count:
-            return path, module
+            return f"{path}.layers.".removeprefix("."), module
     model_type = model.config.model_type
     raise ModelError(
         f"model type '{model_type}' is not supported: no decoder layers are found in a "

@@ -113,7 +113,7 @@ class Description:
                 config = {**config, key: getattr(resolved, key)}
         names = Names()
         if architecture.inferred:
-            layers = f"{decoder_of(model)[0]}.layers.".removeprefix(".")
+            layers, _ = decoder_of(model)
             architecture = like or _completed(architecture, config, model, layers)
             names = Names.of(model, layers)
         shape = shape_of(config, architecture, resolved)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from coec.errors import ModelError
 from coec.models.architectures import Experts, SitePattern
 from coec.models.files import JsonDict
+from coec.models.names import is_stack
 
 Build = Callable[[JsonDict], Any]
 """A configuration → the model on the meta device; raises ModelError where the class refuses."""
@@ -110,12 +111,15 @@ def infer(config: JsonDict, model: Any, layers: str, build: Build) -> Inferred:
 
 def _sizes(config: JsonDict, model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values of a configuration that may be sizes of an MLP."""
-    given: JsonDict = {**model.config.to_dict(), **config}
-    for key in {**config, **given}:
-        value = given[key]
+    for key, value in _given(config, model).items():
         numbers = value if isinstance(value, list) else [value]
         if numbers and all(type(n) is int and n >= _FEWEST for n in numbers):
             yield key, value
+
+
+def _given(config: JsonDict, model: Any) -> JsonDict:
+    """Return a configuration with the defaults of its class; its own keys come first."""
+    return config | {k: v for k, v in model.config.to_dict().items() if k not in config}
 
 
 def _halved(value: Any) -> Any:
@@ -160,16 +164,16 @@ def _sites(model: Any, layers: str, changes: list[_Change]) -> Iterator[SitePatt
     # Tensors by their layer and the module that holds the projections
     groups: dict[tuple[int, str], list[_Change]] = {}
     for change in changes:
-        of = _module(model, layers, change)
-        stacked = not isinstance(of, nn.Linear) and _is_stack(of)
+        stacked = is_stack(_module(model, layers, change))
         parent = change.module if stacked else change.module.rpartition(".")[0]
         groups.setdefault((change.layer, parent), []).append(change)
     patterns: dict[int, dict[str, SitePattern]] = {}
     for (layer, parent), group in groups.items():
         of = _module(model, layers, group[0])
-        pattern = _of_stack(parent, of) if _is_stack(of) else _of_linears(
-            model, layers, parent, group
-        )  # fmt: skip
+        if is_stack(of):
+            pattern = _of_stack(parent, of)
+        else:
+            pattern = _of_linears(model, layers, parent, group)
         kinds = patterns.setdefault(layer, {})
         if pattern.name in kinds:
             raise ModelError(f"a layer has two modules of one size ({parent})")
@@ -179,11 +183,6 @@ def _sites(model: Any, layers: str, changes: list[_Change]) -> Iterator[SitePatt
 
 def _module(model: Any, layers: str, change: _Change) -> Any:
     return model.get_submodule(f"{layers}{change.layer}.{change.module}".rstrip("."))
-
-
-def _is_stack(module: Any) -> bool:
-    down = dict(module.named_parameters(recurse=False)).get("down_proj")
-    return down is not None and down.ndim == 3
 
 
 def _of_stack(module: str, experts: Any) -> SitePattern:
@@ -264,12 +263,8 @@ def _compares(mlp: nn.Module, pattern: SitePattern, columns: int) -> bool:
 
     try:
         whole, half = read(columns), read(columns // 2)
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # called in another way: its shapes are proven
-        return False
+    except (AttributeError, RuntimeError, TypeError):
+        return False  # it is called in another way: its shapes alone are proven
     return not torch.allclose(whole[..., : columns // 2], half, atol=1e-5)
 
 
@@ -307,7 +302,7 @@ def _bias(
     consumers = {site.consumer for site in sites if site.name == "mlp"}
     if any(name.endswith(f".{c}.bias") for name in model.state_dict() for c in consumers):
         return ""
-    given = {**model.config.to_dict(), **config}
+    given = _given(config, model)
     for key in (key for key, value in given.items() if "bias" in key and value is False):
         try:
             added = build({**config, key: True}).state_dict().keys() - model.state_dict().keys()
@@ -325,9 +320,9 @@ def _experts(config: JsonDict, model: Any, layers: str, build: Build, site: Site
     count = next(
         len(of.down_proj) for name, of in model.named_modules() if name.endswith(f".{module}")
     )
-    given = {**model.config.to_dict(), **config}
+    given = _given(config, model)
     keys = (
-        key for key in {**config, **given}
+        key for key in given
         if _COUNTS.search(key) and not _NOT_COUNTS.search(key)
         and given[key] in (count, [count] * len(model.get_submodule(layers[:-1])))
     )  # fmt: skip

@@ -220,7 +220,7 @@ def _joined(sources: Mapping[str, Source], tensors: Mapping[str, Tensor]) -> dic
         if isinstance(source, str):
             if source in tensors:
                 made[name] = tensors[source]
-        elif any(part in tensors for part in source.names):
+        elif not tensors.keys().isdisjoint(source.names):
             made[name] = source.join(tensors)
     return made
 
@@ -241,18 +241,14 @@ def _stacks(model: nn.Module, layers: str) -> dict[str, Stack]:
     """Return the parameters of all experts of a model, by their names."""
     stacks = {}
     for path, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        down = own.get("down_proj")
-        if down is None or down.ndim != 3:
+        if not is_stack(module):
             continue
-        transposed = is_transposed(module)
-        for name, parameter in own.items():
-            projection, _, kind = name.partition("_bias") if "_bias" in name else (name, "", None)
+        prefix, transposed = _canonical(path, layers), is_transposed(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            projection = name.removesuffix("_bias")
             if projection not in _PARAMETERS:
                 continue
-            parts = _PARAMETERS[projection]
-            prefix = _canonical(path, layers)
-            kind = "weight" if kind is None else "bias"
+            parts, kind = _PARAMETERS[projection], "weight" if name == projection else "bias"
             names = (f"{prefix}.{n}.{p}.{kind}" for n in range(len(parameter)) for p in parts)
             interleaved = len(parts) > 1 and alternates(module)
             is_weight = parameter.ndim == 3
@@ -260,6 +256,12 @@ def _stacks(model: nn.Module, layers: str) -> dict[str, Stack]:
                 tuple(names), len(parts), transposed and is_weight, interleaved
             )
     return stacks
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Return whether a module has a parameter of all experts for each of their projections."""
+    down = dict(module.named_parameters(recurse=False)).get("down_proj")
+    return down is not None and down.ndim == 3
 
 
 def is_transposed(experts: Any) -> bool:

@@ -64,8 +64,7 @@ class Layers:
     ) -> None:
         self._device, self._dtype, self._home = device, dtype, home
         self._model = model.skeleton(dtype).requires_grad_(requires_grad=False)
-        path, self._decoder = decoder_of(self._model)
-        self._prefix = f"{path}.layers.".removeprefix(".")
+        self._prefix, self._decoder = decoder_of(self._model)
         self.modules: list[nn.Module] = list(self._decoder.layers)
         compute_buffers(self._decoder, device)
         self._buffers = [
