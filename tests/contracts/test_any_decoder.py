@@ -13,11 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import coec
 import tiny_models as tm
+from coec.config.recipe import Recipe
 from coec.errors import ModelError, OptionError
 from coec.models.calls import decoder_of
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.inferred import infer
+from coec.planning.plan import Plan
+from coec.streams.importances import Sensitivity
 from coec.streams.layers import Layers
 from coec.streams.streams import summed_inputs
 from coec.types import KeptSet
@@ -247,6 +250,41 @@ def test_lists_of_widths_hold_those_of_their_blocks(models, ids, tmp_path):
     assert report.plan["code"] is None
 
 
+@pytest.mark.parametrize("shared", [0, 1], ids=["own keys", "shared keys"])
+def test_widths_by_block_need_no_code_where_config_json_holds_them(shared, ids, tmp_path):
+    folder = saved("gemma3n_text", tmp_path / "dense", num_kv_shared_layers=shared)
+    out = tmp_path / "out"
+    check(folder, out, ids, by_block=True, multiple_of=1)
+    report = coec.Report.read(out)
+    after = report.plan["widths"]["mlp"]["after"]
+    assert after == load(out).config.intermediate_size != [68, 45, 68]
+    assert sum(after) == pytest.approx(68 + 45 + 68, abs=1)
+    assert report.plan["code"] is None
+    assert report.plan["loads_in"]["transformers"] == "yes"
+    assert not any("is rounded" in note for note in report.plan["notes"])
+
+
+def test_costs_by_block_are_those_of_the_tokens_that_layers_read(models):
+    """Together they are the divergence of the changed model, over two batches."""
+    dense = Dense.open(models["gemma3n_text"])
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 128, (3, 200), generator=generator)
+    recipe = Recipe(preset="paper", forward_dtype="float64", device="cpu")
+    found, network = (Sensitivity(dense, tokens, Plan.of(dense, recipe)),
+                      dense.network(torch.device("cpu"), torch.float64))  # fmt: skip
+    with torch.no_grad():
+        log_q = network(tokens, use_cache=False).logits.log_softmax(dim=-1)
+        for block in dense.layout.blocks:
+            (site,), tensors = block.sites, dense.tensors(block)
+            weight = tensors[site.weight].double()
+            weight += 1e-3 * torch.randn(weight.shape, generator=generator).double()
+            found.advance(block, tensors, {site.key: (weight, None)})
+            network.get_submodule(site.consumer).weight.copy_(weight)
+        log_p = network(tokens, use_cache=False).logits.log_softmax(dim=-1)
+    divergence = (log_q.exp() * (log_q - log_p)).sum(dim=-1).mean()
+    assert sum(found.costs().values()) == pytest.approx(divergence.item(), rel=0.02)
+
+
 def test_dropped_blocks_are_renumbered(models, ids, tmp_path):
     settings = {"calibration": ids, "samples": 8, "seq_len": 32, "preset": "balanced"}
     coec.prune(models["gpt_oss"], tmp_path / "out", drop_blocks=1, **settings)
@@ -258,7 +296,8 @@ def test_dropped_blocks_are_renumbered(models, ids, tmp_path):
     [
         ("gemma4_text", {"reconstruct": 2}, "reconstruct is not supported for gemma4_text"),
         ("gemma4_text", {"drop_blocks": 1}, "drop_blocks is not supported for gemma4_text"),
-        ("apertus", {"by_block": True}, "by_block is not supported for types without a table"),
+        ("apertus", {"by_block": True}, "intermediate_size of apertus is one number for all"),
+        ("gpt_oss", {"by_block": True}, "by_block is not supported for a model of experts"),
         ("apertus", {"propagate": True}, "propagate is not supported for apertus"),
         ("apertus", {"attention_sparsity": 0.5}, "attention of apertus is kept whole"),
         ("apertus", {"compensation": "bias", "preset": "paper"}, "apertus: it has no bias"),

@@ -71,7 +71,7 @@ _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
     "down_bias": lambda traits: MLP.name in traits.biased,
     "new_biases": lambda traits: bool(traits.biased),
     "sliding": lambda traits: slides(traits.config),
-    "non_uniform": lambda traits: not traits.sizes.uniform,
+    "non_uniform": lambda traits: BLOCK_WIDTHS in traits.config,
     "non_uniform_heads": lambda traits: _heads_differ(traits.sizes),
     "odd_channels": lambda traits: not non_uniform.whole_multiples(traits.sizes),
     "kinds_moved": lambda traits: traits.fewer_blocks and has_kinds(traits.config),

@@ -40,11 +40,8 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
             f"attention of {name} is kept whole ({architecture.attention_kept}), got "
             f"attention_sparsity = {recipe.attention_sparsity:g}: leave it out"
         )
-    if recipe.by_block and (model.around or not model.listed or architecture.blocks.experts):
-        inside = "a language model inside another" if model.around else (
-            "a model of experts" if architecture.blocks.experts else "types without a table"
-        )  # fmt: skip
-        raise OptionError(f"by_block is not supported for {inside} ({name}): leave it out")
+    if recipe.by_block:
+        _check_by_block(model)
     if model.reads_tokens:
         _check_tokens(name, recipe)
     if recipe.reconstruct and forward == torch.float16:
@@ -71,6 +68,20 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
         raise OptionError(
             "drop_blocks needs blocks that are solved on the states of the pruned model: set "
             f"reconstruct=4 for {name}"
+        )
+
+
+def _check_by_block(model: Description) -> None:
+    """Raise OptionError unless a format holds the model with a width for every block."""
+    name = model.architecture.model_type
+    if model.around or model.architecture.blocks.experts:
+        inside = "a language model inside another" if model.around else "a model of experts"
+        raise OptionError(f"by_block is not supported for {inside} ({name}): leave it out")
+    if not (model.listed or model.architecture.by_block):
+        key = model.architecture.widths["ffn"]
+        raise OptionError(
+            f"by_block needs a width for every block in config.json, and {key} of {name} is one "
+            "number for all: leave it out"
         )
 
 
@@ -239,9 +250,9 @@ def notes_of(
             )
         if cost := stand_in(site, usual):
             yield cost
-        if kept is None or site.key not in kept.units:
-            of_unit = blocks * parameters(site, model.shapes) if len(counts) == 1 else 0
-            yield from _rounding(site, shares.of(site), max(counts), of_unit)
+        if len(counts) == 1 and (kept is None or site.key not in kept.units):
+            of_unit = blocks * parameters(site, model.shapes)
+            yield from _rounding(site, shares.of(site), usual, of_unit)
     widest = max(site.columns for site in model.layout.sites)
     fitted = recipe.compensation != "none" and any(map(widths.removes_from, model.layout.sites))
     if fitted and tokens < PLENTY * widest:

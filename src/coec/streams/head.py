@@ -121,36 +121,29 @@ class Head:
         given = {n: t.to(device, dtype) for n, t in weights.items() if n in ends}
         model.load_state_dict(given, strict=False, assign=True)
         self._model = model.requires_grad_(requires_grad=False)
-        self._given.in_tuple = not self._returns_all()
+        self._tried = False
 
     @torch.no_grad()
-    def _returns_all(self) -> bool:
-        """Return whether the model takes a layer's output itself, and not the first of a tuple."""
-        # The output of a layer differs by model and release: one run on two tokens shows it.
-        self._given.state = torch.ones(1, 2, self.hidden, device=self._device, dtype=self._dtype)
+    def _takes_first(self) -> bool:
+        """Return whether the model takes the first of a tuple, and not a layer's output itself."""
+        # The output of a layer differs by model and release: a run on the first states shows it.
         try:
             shape: torch.Size = self._run().shape
-        except (IndexError, ValueError):  # the first of a tensor is a row, which lacks a dimension
-            return False
-        return shape[:2] == self._given.state.shape[:2]
+        except (IndexError, ValueError):  # the first of a tensor lacks a dimension
+            return True
+        return shape[:2] != self._given.state.shape[-3:-1]
 
     def _run(self) -> Tensor:
         """Return the logits of the states that are given."""
-        ids = torch.zeros(self._given.state.shape[:2], dtype=torch.int64, device=self._device)
+        ids = torch.zeros(self._given.state.shape[-3:-1], dtype=torch.int64, device=self._device)
         logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
         return logits
-
-    @property
-    def hidden(self) -> int:
-        """Size of a hidden state."""
-        size: int = self._model.config.hidden_size
-        return size
 
     @torch.no_grad()
     def predicted(
         self,
-        state: Float[Tensor, "n length h"],
-        dense: Float[Tensor, "n length h"],
+        state: Float[Tensor, "*_ n length h"],
+        dense: Float[Tensor, "*_ n length h"],
         windows: Int[Tensor, "n length"],
     ) -> Prediction:
         """Return how well hidden states after the last layer predict the windows they come from.
@@ -163,7 +156,7 @@ class Head:
         sums = Prediction()
         size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
         # No token sees another here: any run of them can be taken.
-        runs = [states[:, :-1].flatten(0, 1).split(size) for states in (state, dense)]
+        runs = [_tokens(states[..., :-1, :]).split(size, dim=-2) for states in (state, dense)]
         next_tokens = windows[:, 1:].flatten().split(size)
         for run, dense_run, ids in zip(*runs, next_tokens, strict=True):
             log_p = self._logits(run).log_softmax(dim=-1)
@@ -172,7 +165,7 @@ class Head:
         return sums
 
     def divergence(
-        self, state: Float[Tensor, "n length h"], dense: Float[Tensor, "n length h"]
+        self, state: Float[Tensor, "*_ n length h"], dense: Float[Tensor, "*_ n length h"]
     ) -> Float[Tensor, ""]:
         """Return `Σ_t KL(dense ‖ model)` of a batch, in nats; derivatives run to `state`.
 
@@ -180,7 +173,7 @@ class Head:
         them, and attached to the sum.
         """
         size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
-        runs = [states.flatten(0, 1).split(size) for states in (state, dense)]
+        runs = [_tokens(states).split(size, dim=-2) for states in (state, dense)]
         total, gradients = torch.zeros((), device=self._device), list[Tensor]()
         for run, dense_run in zip(*runs, strict=True):
             # Dense states → log q, no derivatives; pruned states → log p → KL(q ‖ p), ∂KL/∂states
@@ -198,14 +191,21 @@ class Head:
             return total
         # A term of value 0 whose derivative by `state` is the one taken above: autograd goes on
         # from there without the logits.
-        by_state = torch.cat(gradients).view_as(state)
+        by_state = torch.cat(gradients, dim=-2).view_as(state)
         return total + ((state - state.detach()) * by_state).sum()
 
-    def _logits(self, state: Float[Tensor, "tokens h"]) -> Float[Tensor, "tokens v"]:
+    def _logits(self, state: Float[Tensor, "*_ tokens h"]) -> Float[Tensor, "tokens v"]:
         """Return logits in float32 or wider."""
-        self._given.state = state[None].to(self._device)
+        self._given.state = state.unsqueeze(-3).to(self._device)
+        if not self._tried:
+            self._given.in_tuple, self._tried = self._takes_first(), True
         logits = self._run()[0]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _tokens(state: Float[Tensor, "*_ n length h"]) -> Float[Tensor, "*_ tokens h"]:
+    """Put the tokens of all windows in a row; a model may have several states of every token."""
+    return state.flatten(-3, -2)
 
 
 def _picked(log_p: Tensor, next_tokens: Tensor) -> float:

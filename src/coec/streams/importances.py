@@ -140,13 +140,19 @@ class Sensitivity:
     ) -> None:
         self._model, self._device, self._dtype = dense, plan.device, plan.forward
         windows = first_windows(windows, TRIED_TOKENS)
+        self._tokens = windows.numel()
         batches = windows.split(step_tokens(windows.shape[1]) // windows.shape[1])
         self._layers = Layers(dense, device=plan.device, dtype=plan.forward)
-        states = self._layers.embed(dict(enumerate(batches)), dense.outside_tensors())
-        self._dense = list(states.values())
-        # All models share the embedding, so that their states begin as the same tensors.
-        self._changed = dict.fromkeys(_RULE, self._dense)
-        self._inputs: dict[int, dict[float, list[State]]] = {}
+        # Every model has batches of its own, since layers may hand parts of them to later layers.
+        count, models = len(batches), 1 + len(_RULE)
+        numbered = {n: batches[n % count] for n in range(models * count)}
+        states = self._layers.embed(numbered, dense.outside_tensors())
+        self._dense, *changed = (
+            {n: states[n] for n in range(first, first + count)}
+            for first in range(0, models * count, count)
+        )
+        self._changed = dict(zip(_RULE, changed, strict=True))
+        self._inputs: dict[int, dict[float, dict[int, State]]] = {}
         self._compensated: dict[int, dict[str, _Parameters]] = {}
 
     @torch.no_grad()
@@ -170,10 +176,11 @@ class Sensitivity:
         }
         # Kept for the way back, which runs the block again to differentiate it.
         self._inputs[block.index], self._compensated[block.index] = dict(self._changed), compensated
-        self._dense = [self._layers.advance(block.index, state) for state in self._dense]
+        layer = self._layers.modules[block.index]
+        self._dense = self._layers.through(layer, block.index, self._dense)
         for share, states in self._changed.items():
             with self._replaced(block, compensated, share):
-                self._changed[share] = [self._layers.advance(block.index, s) for s in states]
+                self._changed[share] = self._layers.through(layer, block.index, dict(states))
         self._layers.drop(block.index)
 
     def costs(self, progress: Progress | None = None) -> dict[str, float]:
@@ -189,14 +196,14 @@ class Sensitivity:
         """
         head = Head(self._model, device=self._device, dtype=self._dtype)
         # KL after the last block → ∂KL/∂h, for both shares of the way
-        gradients: dict[float, list[Tensor]] = {}
+        gradients: dict[float, dict[int, Tensor]] = {}
         divergence = torch.zeros((), device=self._device)
         for share, states in self._changed.items():
-            gradients[share] = []
-            for state, dense in zip(states, self._dense, strict=True):
+            gradients[share] = {}
+            for (n, state), dense in zip(states.items(), self._dense.values(), strict=True):
                 inputs = state.to(self._device).requires_grad_()
                 total = head.divergence(inputs, dense)
-                gradients[share] += torch.autograd.grad(total, inputs)
+                (gradients[share][n],) = torch.autograd.grad(total, inputs)
                 divergence = divergence + total.detach()
         costs: dict[str, Tensor] = {}
         blocks = self._model.layout.blocks
@@ -211,29 +218,35 @@ class Sensitivity:
                 "what pruning each site costs cannot be measured: the pruned model predicts "
                 "nothing finite; remove less, or leave by_block out"
             )
-        tokens = sum(state.shape[0] * state.shape[1] for state in self._dense)
-        return {key: cost / tokens for key, cost in sums.items()}
+        return {key: cost / self._tokens for key, cost in sums.items()}
 
     def _back(
-        self, block: BlockLayout, gradients: dict[float, list[Tensor]], costs: dict[str, Tensor]
+        self,
+        block: BlockLayout,
+        gradients: dict[float, dict[int, Tensor]],
+        costs: dict[str, Tensor],
     ) -> None:
-        """Take derivatives from after a block to before it; add up the costs of its sites."""
+        """Take derivatives from after a block to before it; add up the costs of its sites.
+
+        Keys and values that a layer reads of an earlier one count as constants.
+        """
         self._layers.load(block, self._model.tensors(block))
         compensated, inputs = self._compensated.pop(block.index), self._inputs.pop(block.index)
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
         costs |= dict.fromkeys(compensated, nothing)
         for share, behind in gradients.items():
-            before = list[Tensor]()
+            before = dict[int, Tensor]()
             with self._replaced(block, compensated, share) as dense, ExitStack() as hooks:
                 # Every pruned consumer notes the change of its output; its derivative follows.
                 for key, (module, parameters) in dense.items():
                     noting = functools.partial(_note_cost, costs, key, parameters, share)
                     hooks.callback(module.register_forward_hook(noting).remove)
-                for before_block, gradient in zip(inputs[share], behind, strict=True):
-                    state = before_block.to(self._device).requires_grad_()
+                for n, gradient in behind.items():
+                    state = inputs[share][n].to(self._device).requires_grad_()
                     # h → F(h) → (∂F/∂h)ᵀ ∂KL/∂F(h)
-                    out = self._layers.call(self._layers.modules[block.index], block.index, state)
-                    before += torch.autograd.grad(out, state, gradient.to(out))
+                    layer = self._layers.modules[block.index]
+                    out = self._layers.call(layer, block.index, state, n)
+                    (before[n],) = torch.autograd.grad(out, state, gradient.to(out))
             gradients[share] = before
         self._layers.drop(block.index)
 
