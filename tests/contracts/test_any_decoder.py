@@ -1,5 +1,6 @@
 """Types without a table: their MLPs and experts are inferred, and removing is masking."""
 
+import shutil
 import subprocess
 import sys
 
@@ -241,6 +242,32 @@ def test_files_of_the_running_form_are_read_alike(models, tmp_path):
     tensors = {name: tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, tmp_path / "model/model.safetensors")
     assert Dense.open(tmp_path / "model").digest == dense.digest
+
+
+def test_parts_of_a_convolution_have_the_rows_that_files_have(models, ids, tmp_path):
+    """As OLMo-hybrid's are released; transformers saves equal ones."""
+    dense, out = tmp_path / "dense", tmp_path / "out"
+    shutil.copytree(models["olmo_hybrid"], dense)
+    tensors, rows = load_file(dense / "model.safetensors"), {"q": 32, "k": 32, "v": 64}
+    for layer in (0, 2):
+        start = f"model.layers.{layer}.linear_attn"
+        names = [f"{start}.{part}_conv1d.weight" for part in rows]
+        parts = torch.cat([tensors[name] for name in names]).split(list(rows.values()))
+        assert {len(tensors[name]) for name in names} == {42, 43}
+        tensors |= {n: part.contiguous() for n, part in zip(names, parts, strict=True)}
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    check(dense, out, ids)
+    written = load_file(out / "model.safetensors")
+    kept = [n for n in tensors if "conv1d" in n]
+    assert len(kept) == 6
+    assert all(torch.equal(written[name], tensors[name]) for name in kept)
+    # As training writes them
+    pruned = Dense.open(out)
+    state = pruned.network(torch.device("cpu"), torch.float32).state_dict()
+    found = pruned.names.in_files(pruned.names.from_model(state))
+    assert {name: tensor.shape for name, tensor in found.items()} == {
+        name: tensor.shape for name, tensor in written.items()
+    }
 
 
 def test_lists_of_widths_hold_those_of_their_blocks(models, ids, tmp_path):

@@ -38,7 +38,7 @@ from coec.models.files import (
 from coec.models.folder import CONFIG, carried_files, carry_files
 from coec.models.formats import without_blocks
 from coec.models.layout import BlockLayout
-from coec.models.names import apart, joined
+from coec.models.names import build, split
 from coec.models.renumbering import VOCABULARY, Renumbering
 from coec.models.surgery import dtype_of
 from coec.planning.kept import KEPT
@@ -164,7 +164,7 @@ class Checkpoint:
             name: torch.empty(shape, dtype=dtype_of(name, plan.written), device="meta")
             for name, shape in plan.pruned_shapes.items()
         }
-        state = {whole: joined(s, empty.__getitem__) for whole, s in self._sources.items()}
+        state = {whole: build(s, empty.__getitem__) for whole, s in self._sources.items()}
         for name, header in dense.carried.items():
             dtype = FLOAT_DTYPES.get(header.dtype, torch.int64)
             state[name] = torch.empty(header.shape, dtype=dtype, device="meta")
@@ -237,7 +237,7 @@ class Checkpoint:
             name = self._names.get(whole, "")
             if name.startswith(block.prefix):
                 with opened(self._journal.path(file_name)) as file:
-                    tensors |= apart(self._sources[whole], file.get_tensor(whole))
+                    tensors |= split(self._sources[whole], file.get_tensor(whole))
         return tensors
 
     def note_predictions(self, facts: JsonDict) -> None:
@@ -340,7 +340,7 @@ class Checkpoint:
                 continue
             with opened(self._journal.path(_weights(block))) as file:
                 for whole in (inside[name] for name in group):
-                    tensors[whole] = joined(self._sources[whole], file.get_tensor)
+                    tensors[whole] = build(self._sources[whole], file.get_tensor)
         carried = [whole for whole in names if whole not in self._names]
         return tensors | {whole: self._dense.around_it(whole) for whole in carried}
 

@@ -202,6 +202,7 @@ class Architecture:
         widths: field of `Shape` → configuration key with its number of channels.
         by_block: keys of these whose values are lists, with a number for every block.
         count: configuration key with the number of experts that transformers 4.57 reads.
+        parts: rows of tensors that files have in unequal parts, as `Names.rows_in` returns them.
     """
 
     model_type: str
@@ -220,6 +221,7 @@ class Architecture:
     widths: Mapping[str, str] = field(default_factory=lambda: {"ffn": "intermediate_size"})
     by_block: tuple[str, ...] = ()
     count: str = ""
+    parts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def sizes(self, shape: Shape) -> JsonDict:
         """Return the sizes that pruning changes, as configuration keys."""

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,8 @@ class Dense(Description):
             network = described.skeleton()
             headers = described.names.of_headers(headers, placer(network))
             drafts |= ignored_by(network, headers.keys() - described.shapes.keys())
+            if parts := described.names.rows_in(headers):
+                described = Description.of(config, replace(described.architecture, parts=parts))
         if drafts:
             headers = {name: header for name, header in headers.items() if name not in drafts}
             notes.append(
@@ -116,7 +118,8 @@ class Dense(Description):
         if described.released:
             notes.append(f"weights in {described.released} are read as bfloat16")
         if described.tied and has_separate_head(folder, headers, described.layout):
-            described = Description.of({**config, "tie_word_embeddings": False})
+            untied = {**config, "tie_word_embeddings": False}
+            described = Description.of(untied, described.architecture)
             notes.append(
                 f"{described.layout.head} is kept apart from the embedding: config.json says that "
                 "they are one, the weights differ"

@@ -115,11 +115,11 @@ class Description:
         if architecture.inferred:
             layers, _ = decoder_of(model)
             architecture = like or _completed(architecture, config, model, layers)
-            names = Names.of(model, layers)
+            names = Names.of(model, layers, architecture.parts)
         shape = shape_of(config, architecture, resolved)
         tied = bool(getattr(resolved, "tie_word_embeddings", False))
-        # Tensors on the meta device, which take no memory, are taken apart for their shapes.
-        stored = names.taken_apart(model.state_dict())
+        # Tensors on the meta device, which take no memory, are split for their shapes.
+        stored = names.from_model(model.state_dict())
         outside = _outside(model, architecture)
         shapes = {n: t.shape for n, t in stored.items() if not (tied and n == outside["head"])}
         read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}

@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from coec.errors import ModelError
 from coec.models.files import Header, Piece
 
-conversions: Any
 loading: Any
 try:  # in transformers 4.57 files are as the model that runs
-    conversions = importlib.import_module("transformers.conversion_mapping")
     loading = importlib.import_module("transformers.core_model_loading")
 except ImportError:
-    conversions = loading = None
+    loading = None
 
 LAYERS = "model.layers."
 """Start of the names of all tensors in layers."""
@@ -64,30 +62,36 @@ class Stack:
             pieces[name] = Piece(expert, inside, self.transposed)
         return pieces
 
-    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def build(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the parameter, of the experts whose tensors are given."""
         present = [tensors[name] for name in self.names if name in tensors]
         starts = range(0, len(present), self.parts)
         experts = (present[start : start + self.parts] for start in starts)
         if self.interleaved:
-            joined = [torch.stack(parts, dim=1).flatten(0, 1) for parts in experts]
+            whole = [torch.stack(parts, dim=1).flatten(0, 1) for parts in experts]
         else:
-            joined = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in experts]
-        return torch.stack([e.T for e in joined] if self.transposed else joined)
+            whole = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in experts]
+        return torch.stack([e.T for e in whole] if self.transposed else whole)
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Parameter that is made of several tensors of files, one below the other."""
+class Concatenation:
+    """Parameter that is made of several tensors of files, one below the other.
+
+    Attributes:
+        names: the tensors.
+        rows: number of rows of each.
+    """
 
     names: tuple[str, ...]
+    rows: tuple[int, ...]
 
-    def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def build(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the parameter."""
         return torch.cat([tensors[name] for name in self.names])
 
 
-Source = str | Stack | Joined
+Source = str | Stack | Concatenation
 """The same tensor in this package, or how a tensor is made of several."""
 
 
@@ -104,15 +108,17 @@ class Names:
     written: Mapping[str, Source] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Any, layers: str) -> "Names":
+    def of(cls, model: Any, layers: str, rows: Mapping[str, tuple[int, ...]]) -> "Names":
         """Ask transformers about a model on the meta device.
 
         Args:
             model: the skeleton.
             layers: the path of its layers, with a dot at the end.
+            rows: of the parts of concatenations, as `rows_in` returns them; parts without are
+                equal.
 
         Raises:
-            ModelError: a conversion does more than to rename, split and join.
+            ModelError: a conversion does more than to rename, split and concatenate.
         """
         state, place = model.state_dict(), placer(model)
         stacks = _stacks(model, layers)
@@ -137,24 +143,40 @@ class Names:
             else:
                 module, _, kind = here.rpartition(".")
                 parts = [f"{module}.{number}.{kind}" for number in range(len(stored_in))]
-                running[name] = Joined(tuple(parts))
+                sizes = rows.get(_in_block(parts[0]), ())
+                if sum(sizes) != len(state[name]):
+                    sizes = tuple(map(len, state[name].chunk(len(parts))))
+                running[name] = Concatenation(tuple(parts), sizes)
                 written |= {file: part for (_, file), part in zip(stored_in, parts, strict=True)}
         return cls(running, written)
 
     def in_model(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors as the model that runs has them; of some layers, or of some experts."""
-        return _joined(self.running, tensors) if self.running else dict(tensors)
+        return _built(self.running, tensors) if self.running else dict(tensors)
 
     def in_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors as files have them."""
-        return _joined(self.written, tensors) if self.written else dict(tensors)
+        return _built(self.written, tensors) if self.written else dict(tensors)
 
-    def taken_apart(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take the state of a model that runs apart: the inverse of `in_model`."""
-        taken: dict[str, Tensor] = {}
+    def from_model(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Split the state of a model that runs: the inverse of `in_model`."""
+        tensors: dict[str, Tensor] = {}
         for name, tensor in state.items():
-            taken |= apart(self.running.get(name, name), tensor)
-        return taken
+            tensors |= split(self.running.get(name, name), tensor)
+        return tensors
+
+    def rows_in(self, headers: Mapping[str, Header]) -> dict[str, tuple[int, ...]]:
+        """Return the rows of the parts of concatenations, by the first part's name in its block.
+
+        Args:
+            headers: by names of this package.
+        """
+        return {
+            _in_block(source.names[0]): tuple(headers[name].shape[0] for name in source.names)
+            for source in self.running.values()
+            if isinstance(source, Concatenation)
+            and all(name in headers and headers[name].shape for name in source.names)
+        }
 
     def of_headers(self, headers: Mapping[str, Header], place: "Place") -> dict[str, Header]:
         """Return the headers of files by names of this package, those of all experts apart.
@@ -188,7 +210,7 @@ class Names:
                 source = _of_expert(source, stored, part)
         if isinstance(source, str):
             return [(source, header)]
-        if isinstance(source, Joined) or len(header.shape) < 2:
+        if isinstance(source, Concatenation) or len(header.shape) < 2:
             return [(stored, header)]  # unknown: refused with all tensors that have no place
         pieces = source.pieces(header.shape)
         return [
@@ -197,32 +219,36 @@ class Names:
         ]
 
 
-def apart(source: Source, tensor: Tensor) -> dict[str, Tensor]:
-    """Take a tensor apart into what it is made of, by name."""
+def split(source: Source, tensor: Tensor) -> dict[str, Tensor]:
+    """Split a tensor into what it is made of, by name."""
     if isinstance(source, str):
         return {source: tensor}
     if isinstance(source, Stack):
         pieces = source.pieces(tensor.shape)
         return {name: piece.of(tensor).contiguous() for name, piece in pieces.items()}
-    return dict(zip(source.names, tensor.chunk(len(source.names)), strict=True))
+    return dict(zip(source.names, tensor.split(source.rows), strict=True))
 
 
-def joined(source: Source, read: Callable[[str], Tensor]) -> Tensor:
+def build(source: Source, read: Callable[[str], Tensor]) -> Tensor:
     """Return a tensor of what it is made of, which is read by name."""
     if isinstance(source, str):
         return read(source)
-    return source.join({name: read(name) for name in source.names})
+    return source.build({name: read(name) for name in source.names})
 
 
-def _joined(sources: Mapping[str, Source], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    made = {}
+def _built(sources: Mapping[str, Source], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    built = {}
     for name, source in sources.items():
         if isinstance(source, str):
             if source in tensors:
-                made[name] = tensors[source]
+                built[name] = tensors[source]
         elif not tensors.keys().isdisjoint(source.names):
-            made[name] = source.join(tensors)
-    return made
+            built[name] = source.build(tensors)
+    return built
+
+
+def _in_block(name: str) -> str:
+    return name.removeprefix(LAYERS).partition(".")[2]
 
 
 def _canonical(name: str, layers: str) -> str:
@@ -286,14 +312,15 @@ def alternates(experts: Any) -> bool:
 
 Place = Callable[[str], tuple[str, int | None]]
 """Name of a tensor in files → its name in the model that runs, and which part of that it is if
-several are joined."""
+several are concatenated."""
 
 
 def placer(model: Any) -> Place:
     """Return where a model's tensors belong, by the conversions that transformers loads it with."""
-    if conversions is None:
+    if loading is None:
         return lambda name: (name, None)
-    known = conversions.get_model_conversion_mapping(model)
+    mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    known = mapping.get_model_conversion_mapping(model)
     renamings = [entry for entry in known if isinstance(entry, loading.WeightRenaming)]
     converters = [entry for entry in known if isinstance(entry, loading.WeightConverter)]
     parts = {
@@ -312,6 +339,6 @@ def placer(model: Any) -> Place:
 
 def _written_state(model: Any, state: Mapping[str, Tensor]) -> Iterable[str]:
     """Return the names under which transformers saves a model."""
-    if conversions is None:
+    if loading is None:
         return state
     return cast(dict[str, Tensor], loading.revert_weight_conversion(model, dict(state)))

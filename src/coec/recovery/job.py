@@ -168,7 +168,7 @@ class Job:
         student.load_state_dict(state, assign=True)
         if self.recovery.lora is not None:
             student = student.merge_and_unload()
-        tensors = self.pruned.names.taken_apart(student.state_dict())
+        tensors = self.pruned.names.from_model(student.state_dict())
         files = self.pruned.files
         return {name: cast(tensors[name], self.pruned.tensor(name).dtype, name) for name in files}
 
