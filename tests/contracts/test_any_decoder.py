@@ -9,14 +9,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import coec
 import tiny_models as tm
 from coec.config.recipe import Recipe
 from coec.errors import ModelError, OptionError
-from coec.models.calls import decoder_of
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.inferred import infer
@@ -24,7 +22,7 @@ from coec.planning.plan import Plan
 from coec.streams.importances import Sensitivity
 from coec.streams.layers import Layers
 from coec.streams.streams import summed_inputs
-from coec.types import KeptSet
+from masking import masked
 from places import SHARED
 
 pytestmark = pytest.mark.unchecked  # whole models
@@ -102,50 +100,11 @@ def ids(tmp_path_factory):
     return path
 
 
-class WithoutExperts(TorchFunctionMode):
-    """Routers never choose some experts; `gone` has their numbers by the place of the weight."""
-
-    def __init__(self, gone):
-        super().__init__()
-        self.gone = gone
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.nn.functional.linear and args[1].data_ptr() in self.gone:
-            out = out.clone()
-            out[..., self.gone[args[1].data_ptr()]] = -1e4
-        return out
-
-
 def masked_logits(folder, out):
     """Logits of the dense model where removed channels and experts have no effect."""
     model = load(folder)
-    kept, gone = load_file(out / "coec/kept.safetensors"), {}
-    layers, _ = decoder_of(model)
-    for block in Dense.open(folder).layout.blocks:
-        layer = model.get_submodule(f"{layers}{block.index}")
-        if (stay := kept.get(block.experts_key)) is not None:
-            name = next(r.tensor for r in block.router if r.tensor.endswith("weight"))
-            router = layer.get_parameter(name.removeprefix(block.prefix))
-            gone[router.data_ptr()] = [n for n in range(len(router)) if n not in stay.tolist()]
-        for site in block.sites:
-            if site.key not in kept:
-                continue
-            dropped = site.kept_columns(KeptSet(kept[site.key], site.units)).dropped()
-            weight(layer, site, block)[:, dropped] = 0
-    with WithoutExperts(gone):
+    with masked(model, folder, out):
         return logits(model)
-
-
-@torch.no_grad()
-def weight(layer, site, block):
-    """The weight of a consumer in a model of transformers, with a column for every channel."""
-    name = site.consumer.removeprefix(block.prefix)
-    if not site.routed:
-        return layer.get_submodule(name).weight.data
-    experts = layer.get_submodule(name.rpartition(f".{site.expert}.")[0])
-    one = experts.down_proj.data[site.expert]
-    return one.T if len(one) == site.columns != one.shape[1] else one
 
 
 def load(folder):
