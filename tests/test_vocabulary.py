@@ -29,9 +29,9 @@ def text(tmp_path_factory):
     return str(path)
 
 
-def made(folder, kind="qwen2", **changes):
-    """A model in float64 with a tokenizer that merges, ids in every file, and rows to spare."""
-    model = tm.tiny("llama", vocab_size=bt.SIZE, eos_token_id=[1, 379], pad_token_id=0, **changes)
+def made(folder, kind="qwen2", *, of="llama", dtype=torch.float64, **changes):
+    """A model with a tokenizer that merges, ids in every file, and rows to spare."""
+    model = tm.tiny(of, dtype, vocab_size=bt.SIZE, eos_token_id=[1, 379], pad_token_id=0, **changes)
     model.generation_config.suppress_tokens = [378, 5]
     tm.save(model, folder, tokenizer=False)
     (bt.save_pieces if kind == "pieces" else bt.save_bytes)(
@@ -123,6 +123,18 @@ def test_blocks_stay_bit_for_bit_and_rows_move(dense, prune, tmp_path):
     assert "structured pruning of tokens of the vocabulary." in card
     assert "| vocabulary | 400 | 340 |" in card
     assert "`coec eval THIS_FOLDER`" in card
+
+
+def test_corrections_of_a_router_stay_float32_next_to_bfloat16(prune, tmp_path):
+    """Rounding them changes which experts are chosen."""
+    dense = made(tmp_path / "model", of="glm4_moe", dtype=torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    fine = 8 + torch.tensor([0.001, 0.002, 0.003, 0.004])  # one number in bfloat16
+    tm.edit_weights(dense, lambda weights: weights | {name: fine})
+    prune(model=dense)
+    written = load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(written.pop(name), fine)
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
 
 
 def test_the_text_decides_which_tokens_stay(prune, dense, tmp_path):
