@@ -306,6 +306,16 @@ def test_types_without_channels_are_refused_with_the_reason(tmp_path):
         Description.of({"model_type": "bloom", "architectures": ["BloomForCausalLM"]})
 
 
+def test_an_mlp_that_is_called_with_more_is_refused(monkeypatch):
+    """Whether it compares channels with each other cannot be proven."""
+    known = AutoConfig.for_model("apertus").to_dict()
+    config = {**SIZES, "model_type": "apertus", "rope_parameters": known["rope_parameters"]}
+    mlp = type(Description.of(config).skeleton().model.layers[0].mlp)
+    monkeypatch.setattr(mlp, "forward", lambda self, hidden, routing: hidden)
+    with pytest.raises(ModelError, match=r"'apertus' has no channels .*ApertusMLP cannot be run"):
+        Description.of(config)
+
+
 def test_a_class_that_builds_other_widths_is_refused(models, monkeypatch):
     """The size of a configuration that its class rounds: proven before work."""
     described = Description.of(Dense.open(models["apertus"]).config)

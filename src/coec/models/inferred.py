@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coec.errors import ModelError
+from coec.errors import ModelError, first_line
 from coec.models.architectures import Experts, SitePattern
 from coec.models.files import JsonDict
 from coec.models.names import is_stack
@@ -245,7 +245,8 @@ class _Notes(nn.Module):
 def _compares(mlp: nn.Module, pattern: SitePattern, columns: int) -> bool:
     """Return whether an MLP computes some of its channels from others, such as by a mean over all.
 
-    The projections are stand-ins; half of the channels must come out as they do among all.
+    The projections are stand-ins; half of the channels must come out as they do among all. Raises
+    ModelError if it is called with more than hidden states.
     """
     numbers = torch.randn(2, columns, generator=torch.Generator().manual_seed(0))
 
@@ -263,8 +264,10 @@ def _compares(mlp: nn.Module, pattern: SitePattern, columns: int) -> bool:
 
     try:
         whole, half = read(columns), read(columns // 2)
-    except (AttributeError, RuntimeError, TypeError):
-        return False  # it is called in another way: its shapes alone are proven
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"a {type(mlp).__name__} cannot be run on hidden states alone ({first_line(error)})"
+        ) from error
     return not torch.allclose(whole[..., : columns // 2], half, atol=1e-5)
 
 
