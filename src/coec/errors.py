@@ -18,6 +18,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:_LONGEST]
 
 
+def last_line(error: BaseException) -> str:
+    """The last line of another library's error; its type if it has no text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a hint at the nearest of the names, if one is near."""
     close = get_close_matches(name, list(names), 1)

@@ -85,8 +85,8 @@ class SitePattern:
                 if name in shapes
                 for rows in self._split(name, shapes[name][0], columns)
             ]
-            value_weight = f"{prefix}{self.value}.weight" if self.value else ""
-            value = [rows for rows in producers if rows.tensor == value_weight]
+            values = f"{prefix}{self.value}.weight" if self.value else ""
+            value = next((rows for rows in producers[::-1] if rows.tensor == values), None)
             if heads:  # queries come first, and have as many rows as the consumer has columns
                 queries = f"{prefix}{self.producers[0]}."
                 producers = [
@@ -104,7 +104,7 @@ class SitePattern:
                 columns_per_unit=columns // units,
                 producers=tuple(producers),
                 consumer=consumer,
-                value=value[-1] if value else None,
+                value=value,
                 groups=shape.kv_heads if heads else 0,
             )
 

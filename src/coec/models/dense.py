@@ -6,7 +6,7 @@ uses the same tensors, and a model that one part of the package refuses no other
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,9 +30,10 @@ from coec.models.description import (
     ignored_by,
     language_model,
 )
-from coec.models.files import Header, opened, parse_json, read_headers
+from coec.models.files import Header, JsonDict, opened, parse_json, read_headers
 from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
+from coec.models.multimodal import Around
 from coec.models.names import placer
 from coec.models.quantised import with_scales
 from coec.models.surgery import dtype_of
@@ -90,47 +91,15 @@ class Dense(Description):
         carried: dict[str, Header] = {}
         if around := multimodal.around(config, headers):
             config = language_model(config)
-            alone = {whole: around.alone(whole) for whole in headers}
-            carried = {whole: headers[whole] for whole, name in alone.items() if name is None}
-            headers = {name: headers[whole] for whole, name in alone.items() if name is not None}
+            headers, carried = around.split(headers)
             notes.append(
                 f"this is the language model inside {around.name}: pruning carries its other "
                 f"{len(carried)} tensors over as they are, a GGUF file leaves them out; programs "
                 "were tried with language models alone"
             )
-        # Description → headers by the names of this package → without draft layers → a separate
-        # head, if the weights have one → names, shapes and dtypes checked
-        described = Description.of(config)
-        drafts = drafts_of(headers, config)
-        if described.names.running:
-            network = described.skeleton()
-            headers = described.names.of_headers(headers, placer(network))
-            drafts |= ignored_by(network, headers.keys() - described.shapes.keys())
-            if parts := described.names.rows_in(headers):
-                described = Description.of(config, replace(described.architecture, parts=parts))
-        if drafts:
-            headers = {name: header for name, header in headers.items() if name not in drafts}
-            notes.append(
-                f"{len(drafts)} tensors that draft further tokens ({min(drafts)}, …) are left out: "
-                "what is written is for servers without such drafts"
-            )
-        check_layers(folder, headers, described.shape.layers)
-        if described.released:
-            notes.append(f"weights in {described.released} are read as bfloat16")
-        if described.tied and has_separate_head(folder, headers, described.layout):
-            untied = {**config, "tie_word_embeddings": False}
-            described = Description.of(untied, described.architecture)
-            notes.append(
-                f"{described.layout.head} is kept apart from the embedding: config.json says that "
-                "they are one, the weights differ"
-            )
-        stored_as = around.stored if around else str
-        present = [] if described.names.running else [n for n in described.shapes if n in headers]
-        if wrapped := [s for n in present if (s := headers[n].stored) != stored_as(n)]:
-            notes.append(
-                f"the names of {len(wrapped)} tensors have what a wrapper puts before them "
-                f"({wrapped[0]}): it is taken off"
-            )
+        described, headers = _described(folder, config, headers, notes)
+        if not described.names.running:
+            notes += _wrapped(described, headers, around)
         dtype = check_headers(folder, headers, described.shapes)
         if {headers[name].dtype for name in described.shapes} == {"F16", "BF16"}:
             notes.append(
@@ -311,6 +280,51 @@ class Dense(Description):
             if _stamp(path) != self.stamps[file]:
                 raise ModelError(f"'{path}' was changed while it was in use: run again")
             return {name: self.stored[name].read(content, self.folder) for name in names}
+
+
+def _described(
+    folder: Path, config: JsonDict, headers: dict[str, Header], notes: list[str]
+) -> tuple[Description, dict[str, Header]]:
+    """Describe a model; return its headers by the names of this package, and add notes."""
+    # Description → headers without draft layers → a separate head, if the weights have one
+    described = Description.of(config)
+    drafts = drafts_of(headers, config)
+    if described.names.running:
+        network = described.skeleton()
+        headers = described.names.of_headers(headers, placer(network))
+        drafts |= ignored_by(network, headers.keys() - described.shapes.keys())
+        if parts := described.names.rows_in(headers):
+            described = Description.of(config, replace(described.architecture, parts=parts))
+    if drafts:
+        headers = {name: header for name, header in headers.items() if name not in drafts}
+        notes.append(
+            f"{len(drafts)} tensors that draft further tokens ({min(drafts)}, …) are left out: "
+            "what is written is for servers without such drafts"
+        )
+    check_layers(folder, headers, described.shape.layers)
+    if described.released:
+        notes.append(f"weights in {described.released} are read as bfloat16")
+    if described.tied and has_separate_head(folder, headers, described.layout):
+        untied = {**config, "tie_word_embeddings": False}
+        described = Description.of(untied, described.architecture)
+        notes.append(
+            f"{described.layout.head} is kept apart from the embedding: config.json says that "
+            "they are one, the weights differ"
+        )
+    return described, headers
+
+
+def _wrapped(
+    described: Description, headers: Mapping[str, Header], around: Around | None
+) -> Iterator[str]:
+    """Yield a note if the names in files begin with what a wrapper puts before them."""
+    stored_as = around.stored if around else str
+    present = [name for name in described.shapes if name in headers]
+    if wrapped := [s for n in present if (s := headers[n].stored) != stored_as(n)]:
+        yield (
+            f"the names of {len(wrapped)} tensors have what a wrapper puts before them "
+            f"({wrapped[0]}): it is taken off"
+        )
 
 
 def _generation_config(folder: Path) -> GenerationConfig | None:

@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from coec.errors import ModelError
+from coec.errors import ModelError, last_line
 from coec.models import multimodal
 from coec.models.architectures import (
     ARCHITECTURES,
@@ -101,16 +101,13 @@ class Description:
             Shape.of(config)  # names what is missing
         check_sizes(config)
         released = released_in(config)
-        config = {key: value for key, value in config.items() if key != QUANTISATION}
-        config |= {"dtype": "bfloat16"} if released else {}
-        config = _with_both_ropes(config, architecture.rope_keys)
-        config |= {DRAFTS: 0} if DRAFTS in config else {}
+        config = _prepared(config, architecture, released)
         model = _skeleton(_stock(config))  # is read, and not changed
         resolved = model.config
         # Defaults of the configuration class → shapes of all tensors → blocks and sites
+        # of which transformers 5 saves the number of experts under another name
         for key in (architecture.count, "num_experts_per_tok") if architecture.count else ():
-            if config.get(key) is None:  # transformers 5 saves the first under another name
-                config = {**config, key: getattr(resolved, key)}
+            config |= {key: getattr(resolved, key)} if config.get(key) is None else {}
         names = Names()
         if architecture.inferred:
             layers, _ = decoder_of(model)
@@ -256,11 +253,18 @@ def _skeleton(config: str) -> PreTrainedModel:
                 stock: Any = AutoModelForCausalLM._model_mapping[type(resolved)]
                 model = class_of(stock)._from_config(resolved, dtype=torch.float32)
     except Exception as error:  # configuration classes may raise anything
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
-            f"transformers does not accept this {CONFIG}: {lines[-1].strip()}"
+            f"transformers does not accept this {CONFIG}: {last_line(error)}"
         ) from error
     return model.eval()
+
+
+def _prepared(config: JsonDict, architecture: Architecture, released: str | None) -> JsonDict:
+    """Return a configuration of float weights, with both forms of rotary settings."""
+    config = {key: value for key, value in config.items() if key != QUANTISATION}
+    config |= {"dtype": "bfloat16"} if released else {}
+    config = _with_both_ropes(config, architecture.rope_keys)
+    return config | ({DRAFTS: 0} if DRAFTS in config else {})
 
 
 def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from coec.errors import OptionError
+from coec.errors import OptionError, last_line
 from coec.models import non_uniform
 from coec.models.architectures import ARCHITECTURES, ATTENTION, MLP, Architecture, packaged
 from coec.models.description import LAYER
@@ -261,7 +261,7 @@ def _class_refusal(config: JsonDict) -> str | None:
         raw = decoded(copy.deepcopy(config))
         AutoConfig.for_model(**raw)  # it changes its arguments
     except Exception as error:  # configuration classes may raise anything
-        return (str(error).strip().splitlines() or [repr(error)])[-1].strip()
+        return last_line(error)
     return None
 
 

@@ -4,16 +4,18 @@ The language model is pruned as if it stood alone. Everything else is carried ov
 configuration around it has its new sizes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from transformers import AutoConfig
 
-from coec.errors import OptionError
+from coec.errors import OptionError, last_line
 from coec.models.files import JsonDict
 
+_T = TypeVar("_T")
 MODALITIES = ("vision_config", "audio_config")
 _TEXT = "text_config"
 _DTYPES = ("dtype", "torch_dtype")
@@ -50,6 +52,12 @@ class Around:
         inside = stored.startswith(self.outer) if self.outer else name.startswith(_INSIDE)
         return name if inside else (stored if stored.startswith("lm_head.") else None)
 
+    def split(self, stored: Mapping[str, _T]) -> tuple[dict[str, _T], dict[str, _T]]:
+        """Return what files have of the language model, by names as if it stood alone; the rest."""
+        alone = {whole: self.alone(whole) for whole in stored}
+        inside = {name: stored[whole] for whole, name in alone.items() if name is not None}
+        return inside, {whole: stored[whole] for whole, name in alone.items() if name is None}
+
     def stored(self, name: str) -> str:
         """Return the name in files of a tensor of the language model."""
         if self.outer != "language_model." and name.startswith("lm_head."):
@@ -78,8 +86,7 @@ class Around:
             with torch.device("meta"):
                 model: torch.nn.Module = kind._from_config(AutoConfig.for_model(**config))
         except Exception as error:  # configuration classes may raise anything
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-            raise self._refusal(reason) from error
+            raise self._refusal(last_line(error)) from error
         return model
 
     def check(self, config: JsonDict, shapes: dict[str, torch.Size]) -> None:

@@ -162,24 +162,14 @@ def routed_inputs(
 
     Each row of inputs is `p h`: the channels h of a token that the expert gets times the router's
     weight p of this expert. The model applies p after the projection, which is linear, so that the
-    projection of this row is the expert's contribution to the hidden states. One expert's rows are
-    in memory at a time; `args` are the arguments of the module: hidden states, and the experts and
-    weights of every token; or the weighted hidden states of all tokens, for one expert after the
-    other.
+    projection of this row is the expert's contribution to the hidden states. `args` are the
+    arguments of the module: hidden states, and the experts and weights of every token; or the
+    weighted hidden states of all tokens, for one expert after the other.
     """
-    hidden = args[0]
     if len(args) == 1:
-        for expert, inputs in enumerate(
-            hidden.reshape(len(experts.down_proj), -1, hidden.shape[-1])
-        ):
-            token = inputs.any(dim=-1).nonzero().flatten()
-            alone = torch.zeros_like(hidden).view(len(experts.down_proj), -1, hidden.shape[-1])
-            alone[expert] = inputs
-            out, channels = _noted(experts, alone.view_as(hidden))
-            norms = out.view_as(alone)[expert, token].norm(dim=-1)
-            yield expert, token, channels[expert, token], norms
+        yield from _of_all(experts, *args)
         return
-    _, index, weights = args
+    hidden, index, weights = args
     for expert in range(len(experts.down_proj)):
         # Tokens of the expert, and at which of their experts' places its weight stands
         token, place = (index == expert).nonzero(as_tuple=True)
