@@ -110,26 +110,21 @@ class Description:
             config |= {key: getattr(resolved, key)} if config.get(key) is None else {}
         names = Names()
         if architecture.inferred:
-            layers, _ = decoder_of(model)
-            architecture = like or _completed(architecture, config, model, layers)
-            names = Names.of(model, layers, architecture.parts)
+            architecture, names = _inferred(architecture, like, config, model)
         shape = shape_of(config, architecture, resolved)
         tied = bool(getattr(resolved, "tie_word_embeddings", False))
         # Tensors on the meta device, which take no memory, are split for their shapes.
         stored = names.from_model(model.state_dict())
-        outside = _outside(model, architecture)
-        shapes = {n: t.shape for n, t in stored.items() if not (tied and n == outside["head"])}
+        embedding, head = _ends(model, architecture)
+        shapes = {n: t.shape for n, t in stored.items() if not (tied and n == head)}
+        layout = architecture.blocks.layout(shape, shapes)
         read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}
         read[_POSITIONS] = read[_POSITIONS] or _NO_LIMIT
         return Description(
             config=config,
             architecture=architecture,
             shape=shape,
-            layout=replace(
-                architecture.blocks.layout(shape, shapes),
-                embedding=outside["embedding"],
-                head=outside["head"],
-            ),
+            layout=replace(layout, embedding=embedding, head=head),
             names=names,
             chosen=chosen_experts(resolved),
             shapes=shapes,
@@ -322,10 +317,16 @@ def check_sizes(config: JsonDict) -> None:
                 read_size({key: value}, key, 1)
 
 
-def _completed(
-    architecture: Architecture, config: JsonDict, model: PreTrainedModel, layers: str
-) -> Architecture:
-    """Return an architecture with the MLPs and experts of a model."""
+def _inferred(
+    architecture: Architecture, like: Architecture | None, config: JsonDict, model: PreTrainedModel
+) -> tuple[Architecture, Names]:
+    """Return an architecture with the MLPs and experts of a model, and the names of tensors.
+
+    `like` has them already.
+    """
+    layers, _ = decoder_of(model)
+    if like is not None:
+        return like, Names.of(model, layers, like.parts)
     if loading is None:
         raise ModelError(
             f"model type '{architecture.model_type}' needs transformers 5: its tensors have other "
@@ -336,19 +337,21 @@ def _completed(
     flags = architecture.bias_flags
     if found.bias is not None:
         flags = {**flags, MLP.name: found.bias}
-    return replace(architecture, blocks=blocks, widths=found.widths,
-                   by_block=found.by_block, bias_flags=flags)  # fmt: skip
+    completed = replace(architecture, blocks=blocks, widths=found.widths,
+                        by_block=found.by_block, bias_flags=flags)  # fmt: skip
+    return completed, Names.of(model, layers, {})
 
 
-def _outside(model: PreTrainedModel, architecture: Architecture) -> dict[str, str]:
-    """Return the names of a model's embedding and head, as `Layout` has them."""
+def _ends(model: PreTrainedModel, architecture: Architecture) -> tuple[str, str]:
+    """Return the names of a model's embedding and head."""
     if not architecture.inferred:
-        return {"embedding": _EMBEDDING, "head": HEAD}
-    paths = {id(module): name for name, module in model.named_modules()}
-    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-    if missing := [name for name, module in ends.items() if id(module) not in paths]:
-        raise ModelError(f"a {type(model).__name__} has no {missing[0]} that is known to be one")
-    return {name: f"{paths[id(module)]}.weight" for name, module in ends.items()}
+        return _EMBEDDING, HEAD
+    paths = {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    embedding, head = map(id, (model.get_input_embeddings(), model.get_output_embeddings()))
+    if not paths.keys() >= {embedding, head}:
+        word = "head" if embedding in paths else "embedding"
+        raise ModelError(f"a {type(model).__name__} has no {word} that is known to be one")
+    return paths[embedding], paths[head]
 
 
 def shape_of(config: JsonDict, architecture: Architecture, resolved: Any) -> Shape:

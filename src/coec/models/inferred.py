@@ -126,17 +126,22 @@ def _halved(value: Any) -> Any:
     return [n // 2 for n in value] if isinstance(value, list) else value // 2
 
 
+def _state(build: Build, config: JsonDict) -> dict[str, Tensor]:
+    """Return the tensors of a model with another configuration; none where its class refuses."""
+    try:
+        state: dict[str, Tensor] = build(config).state_dict()
+    except ModelError:
+        return {}
+    return state
+
+
 def _changes(
     model: Any, layers: str, build: Build, config: JsonDict, key: str, value: Any
 ) -> list[_Change]:
     """Return what half of a size changes; nothing if it is not the size of single dimensions of
     tensors in layers.
     """
-    try:
-        smaller = build({**config, key: _halved(value)}).state_dict()
-    except ModelError:
-        return []
-    before = model.state_dict()
+    before, smaller = model.state_dict(), _state(build, {**config, key: _halved(value)})
     if before.keys() != smaller.keys():
         return []
     changes = []
@@ -254,8 +259,9 @@ def _compares(mlp: nn.Module, pattern: SitePattern, columns: int) -> bool:
         copied, noting = copy.deepcopy(mlp), _Notes()
         for number, module in enumerate(pattern.producers):
             rows = numbers if pattern.projections == 2 else numbers[number % 2 : number % 2 + 1]
-            _replace(copied, module, _Gives(rows[:, :size].reshape(1, 1, -1)))
-        _replace(copied, pattern.consumer, noting)
+            given = _Gives(rows[:, :size].reshape(1, 1, -1))
+            setattr(copied, module.rpartition(".")[2], given)
+        setattr(copied, pattern.consumer.rpartition(".")[2], noting)
         copied.to_empty(device="cpu")
         for tensor in (*copied.parameters(), *copied.buffers()):
             tensor.data.fill_(0.5)
@@ -269,10 +275,6 @@ def _compares(mlp: nn.Module, pattern: SitePattern, columns: int) -> bool:
             f"a {type(mlp).__name__} cannot be run on hidden states alone ({first_line(error)})"
         ) from error
     return not torch.allclose(whole[..., : columns // 2], half, atol=1e-5)
-
-
-def _replace(mlp: nn.Module, path: str, stand_in: nn.Module) -> None:
-    setattr(mlp, path.rpartition(".")[2], stand_in)
 
 
 def _pattern(
@@ -307,10 +309,7 @@ def _bias(
         return ""
     given = _given(config, model)
     for key in (key for key, value in given.items() if "bias" in key and value is False):
-        try:
-            added = build({**config, key: True}).state_dict().keys() - model.state_dict().keys()
-        except ModelError:
-            continue
+        added = _state(build, {**config, key: True}).keys() - model.state_dict().keys()
         inside = {name.removeprefix(layers).partition(".")[2] for name in added}
         if consumers and {f"{consumer}.bias" for consumer in consumers} <= inside:
             return str(key)
@@ -331,10 +330,7 @@ def _experts(config: JsonDict, model: Any, layers: str, build: Build, site: Site
     )  # fmt: skip
     before = model.state_dict()
     for key in keys:
-        try:
-            fewer = build({**config, key: _halved(given[key])}).state_dict()
-        except ModelError:
-            continue
+        fewer = _state(build, {**config, key: _halved(given[key])})
         router: dict[str, int] = {}
         for name, tensor in before.items():
             if name not in fewer or tensor.shape == fewer[name].shape:

@@ -74,14 +74,10 @@ def without_experts(
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.+\.experts\.)(\d+)(\..+)", name)
         if match is None:
-            out[name] = _of_experts(tensor, *routers[name]) if name in routers else tensor
+            out[name] = tensor.index_select(*routers[name]) if name in routers else tensor
         elif int(match[2]) in numbers:
             out[f"{match[1]}{numbers[int(match[2])]}{match[3]}"] = tensor
     return out
-
-
-def _of_experts(tensor: Tensor, dim: int, experts: Int[Tensor, " kept"]) -> Tensor:
-    return tensor.index_select(dim, experts)
 
 
 def channel_units(

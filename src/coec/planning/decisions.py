@@ -30,7 +30,7 @@ _HEADS = {"kv_groups": "kv_heads", "query_heads": "heads"}
 
 @dataclass(frozen=True, repr=False)
 class Decisions:
-    """What is decided of one pruning run, and what follows from it.
+    """Decisions of one pruning run, and what follows from them.
 
     Attributes:
         model: the dense model as its configuration describes it.

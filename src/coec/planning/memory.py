@@ -14,7 +14,7 @@ from coec.methods.block_training import step_tokens
 from coec.models.description import Description
 from coec.models.layout import Shape, Site
 from coec.planning.plan import Plan
-from coec.planning.widths import parameters_inside
+from coec.planning.widths import Costs, parameters_inside
 from coec.text.sources import mixture
 from coec.text.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.text.windows import TRIED_TOKENS
@@ -232,7 +232,8 @@ def operations(plan: Plan) -> float:
     dense = 2 * weights_met(model, model.shapes) + 4 * plan.seq_len * plan.dense.hidden
     pruned = 2 * weights_met(model, plan.pruned_shapes) + 4 * plan.seq_len * plan.dense.hidden
     head = 2 * plan.dense.hidden * model.vocabulary
-    grams = 2 * sum(_share(model, site) * site.columns**2 for site in model.layout.sites)
+    passed = Costs(model, active=True).passed
+    grams = 2 * sum(passed(site) * site.columns**2 for site in model.layout.sites)
     solving = sum(_solve(plan, site) for site in filter(plan.widths.stays, model.layout.sites))
     total = (dense + grams) * tokens + solving
     tried = min(tokens, TRIED_TOKENS)
@@ -249,16 +250,11 @@ def operations(plan: Plan) -> float:
 
 def weights_met(model: Description, shapes: Mapping[str, torch.Size]) -> float:
     """Number of weights in all blocks that multiply a token; of experts, only the routed ones."""
+    passed = Costs(model, active=True).passed
     return sum(
-        _share(model, site) * sum(shapes[name].numel() for name in site.tensors if name in shapes)
+        passed(site) * sum(shapes[name].numel() for name in site.tensors if name in shapes)
         for site in model.layout.sites
     )
-
-
-def _share(model: Description, site: Site) -> float:
-    """Fraction of the tokens that come to a site."""
-    routed = site.routed and model.shape.experts
-    return model.chosen / model.shape.experts if routed else 1.0
 
 
 def _solve(plan: Plan, site: Site) -> float:

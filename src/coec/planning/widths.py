@@ -101,9 +101,8 @@ class Costs:
 
     def passed(self, site: Site) -> float:
         """Return the share of a site's units that count: of experts, if `active`, the chosen."""
-        if not (self.active and site.routed):
-            return 1.0
-        return self.model.chosen / self.model.shape.experts
+        experts = self.model.shape.experts
+        return self.model.chosen / experts if self.active and site.routed and experts else 1.0
 
     def unit(self, site: Site) -> int:
         """The size of one unit."""
