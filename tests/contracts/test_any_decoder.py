@@ -1,5 +1,6 @@
 """Types without a table: their MLPs and experts are inferred, and removing is masking."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from coec.config.recipe import Recipe
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
 from coec.models.description import Description
+from coec.models.folder import read_config
 from coec.models.inferred import infer
 from coec.planning.plan import Plan
 from coec.streams.importances import Sensitivity
@@ -269,6 +271,23 @@ def test_costs_by_block_are_those_of_the_tokens_that_layers_read(models):
         log_p = network(tokens, use_cache=False).logits.log_softmax(dim=-1)
     divergence = (log_q.exp() * (log_q - log_p)).sum(dim=-1).mean()
     assert sum(found.costs().values()) == pytest.approx(divergence.item(), rel=0.02)
+
+
+@pytest.mark.parametrize("key", ["intermediate_size", "block_ff_dim"])
+def test_widths_that_a_class_derives_are_written_as_they_are(key, ids, tmp_path):
+    """Published LFM2: two thirds of the configured width, rounded up."""
+    folder = saved(
+        "lfm2", tmp_path / "model", intermediate_size=130, block_multiple_of=48,
+        block_auto_adjust_ff_dim=True, layer_types=["conv", "full_attention", "conv"],
+    )  # fmt: skip
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config[key] = config.pop("intermediate_size")
+    path.write_text(json.dumps(config))
+    check(folder, tmp_path / "out", ids)
+    described = Description.of(read_config(tmp_path / "out"))
+    assert (Dense.open(folder).shape.ffn, described.shape.ffn) == (96, 72)
+    assert (described.config[key], described.config["block_auto_adjust_ff_dim"]) == (72, False)
 
 
 def test_dropped_blocks_are_renumbered(models, ids, tmp_path):

@@ -50,6 +50,10 @@ _LOW_RANK = "kv_lora_rank"
 """Configuration key of attention whose keys and values are of low rank."""
 _PARTIAL = "partial_rotary_factor"
 """Fraction of a head that is rotated; the old form has it next to `rope_scaling`."""
+_ADJUSTS = "block_auto_adjust_ff_dim"
+"""Configuration key of LFM2: whether its class derives the width of MLPs from the given one."""
+_WIDTH, _FIRST_WIDTH = "intermediate_size", "block_ff_dim"
+"""Keys of that width; LFM2's class reads the second one if it is there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,7 +263,22 @@ def _prepared(config: JsonDict, architecture: Architecture, released: str | None
     config = {key: value for key, value in config.items() if key != QUANTISATION}
     config |= {"dtype": "bfloat16"} if released else {}
     config = _with_both_ropes(config, architecture.rope_keys)
-    return config | ({DRAFTS: 0} if DRAFTS in config else {})
+    config |= {DRAFTS: 0} if DRAFTS in config else {}
+    return _with_plain_width(config) if architecture.inferred else config
+
+
+def _with_plain_width(config: JsonDict) -> JsonDict:
+    """Give the width of LFM2's MLPs as its layers have it, and under one key.
+
+    Its class may take two thirds of the width in the configuration and round them up.
+    """
+    model: Any = _skeleton(_stock(config))
+    adjusts = getattr(model.config, _ADJUSTS, None)
+    if adjusts is None or not (adjusts or _FIRST_WIDTH in config):
+        return config
+    key = _FIRST_WIDTH if _FIRST_WIDTH in config else _WIDTH
+    kept = {name: value for name, value in config.items() if name not in (_FIRST_WIDTH, _WIDTH)}
+    return kept | {_ADJUSTS: False, key: model.model.layers[0].feed_forward.w1.out_features}
 
 
 def _with_both_ropes(config: JsonDict, keys: tuple[str, ...]) -> JsonDict:
