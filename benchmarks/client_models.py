@@ -4,6 +4,7 @@ Beside each are token ids, the logits that transformers computes of them in floa
 text: what a client has to reproduce.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,6 +92,76 @@ PARTICULARS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What a model type has besides `BASE`; one that is not here needs nothing. Which layers are
 without positions or see a window is as in published models: some clients know no other."""
+HYBRID = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+STATE_SPACE = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 32}
+FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
+INFERRED: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": HYBRID,
+    "qwen3_next": {
+        **HYBRID, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160,
+        "shared_expert_intermediate_size": 160,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 6, "sliding_window": 16, "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY,
+        "global_head_dim": 64, "final_logit_softcapping": 30.0,
+    },
+    "gpt_oss": {
+        **FOUR, "intermediate_size": 160, "sliding_window": 16, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": True, "original_max_position_embeddings": 16,
+        },
+    },
+    "llama4_text": {
+        **FOUR, "num_hidden_layers": 4, "intermediate_size": 96, "intermediate_size_mlp": 300,
+        "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+    },
+    "granitemoehybrid": {
+        **FOUR, **STATE_SPACE, "intermediate_size": 96, "shared_intermediate_size": 300,
+        "layer_types": ["linear_attention", "full_attention"],
+        "embedding_multiplier": 2.0, "residual_multiplier": 0.7, "logits_scaling": 1.5,
+        "attention_multiplier": 0.3,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "num_hidden_layers": 4, "mamba_num_heads": 16, "mamba_head_dim": 32, "ssm_state_size": 32,
+        "n_groups": 2, "chunk_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96,
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"], "tie_word_embeddings": True,
+        "intermediate_size": 448, "block_multiple_of": 100,
+    },
+    "glm4_moe_lite": {
+        **DEEP, "n_group": 1, "n_shared_experts": 1, "num_key_value_heads": 8, "q_lora_rank": 96,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
+        "head_dim": 64, "scoring_func": "sigmoid",  # known to llama.cpp by 47 layers otherwise
+    },
+    "minimax_m2": {**FOUR, "intermediate_size": 160, "rotary_dim": 16},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 96, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1, "moe_layer_end_index": 1, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""The most used types without a table, and what each has besides `BASE`."""
+RELEASED: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"global_head_dim": 64, "per_layer_config": None},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "time_step_limit": None},
+    "nemotron_h": {
+        "hybrid_override_pattern": "ME*E", "num_hidden_layers": 4, "layers_block_type": None,
+        "time_step_limit": None,
+    },
+    "lfm2": {
+        "conv_dim": 256, "block_dim": 256, "block_ff_dim": 448, "block_auto_adjust_ff_dim": True,
+        "intermediate_size": None,
+    },
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
+}  # fmt: skip
+"""Keys of published configurations, which transformers 5 writes otherwise or leaves out (None:
+which it adds): some clients read no other."""
 LLAMA_3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -111,8 +182,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "MLP alone, bias": {"attention_sparsity": 0, "compensation": "bias"},
     "target vllm": {"target": "vllm"},
     "target llama.cpp": {"target": "llama.cpp"},
+    "experts": {"preset": "fast", "expert_sparsity": 0.25},
 }
 """How a dense model is pruned: by `paper` but for these settings."""
+OF_INFERRED = ("fast", "align 32", "experts")
+"""How a type without a table is pruned: its attention keeps all units."""
 DENSE = "dense"
 
 
@@ -159,9 +233,9 @@ CONFIG = (
 
 def subjects() -> dict[str, dict[str, Any]]:
     """Name → configuration of every dense model."""
-    found = {name: {"model_type": name} for name in ARCHITECTURES} | VARIANTS
+    found = {name: {"model_type": name} for name in (*ARCHITECTURES, *INFERRED)} | VARIANTS
     return {
-        name: {**BASE, **PARTICULARS.get(changes["model_type"], {}), **changes}
+        name: {**BASE, **(PARTICULARS | INFERRED).get(changes["model_type"], {}), **changes}
         for name, changes in found.items()
     }
 
@@ -178,11 +252,17 @@ def made(folder: Path, names: list[str]) -> Iterator[Checkpoint]:
         dense = _dense(folder, subject)
         yield dense
         of_defaults = None
-        for way, settings in WAYS.items():
+        for way, settings in _ways(dense).items():
             one = _pruned(folder, dense, way, {"calibration": str(tokens), **settings})
             of_defaults = one.stored if way == "paper" else of_defaults
             if not way.startswith("target") or one.stored not in (None, of_defaults):
                 yield one
+
+
+def _ways(dense: Checkpoint) -> dict[str, dict[str, Any]]:
+    """The ways to prune a model: without experts, and without a table, there are fewer."""
+    ways = WAYS if dense.subject not in INFERRED else {way: WAYS[way] for way in OF_INFERRED}
+    return {way: it for way, it in ways.items() if way != "experts" or dense.sizes["experts"]}
 
 
 def _dense(folder: Path, subject: str) -> Checkpoint:
@@ -203,6 +283,10 @@ def _dense(folder: Path, subject: str) -> Checkpoint:
                 buffer.uniform_(0.0, 0.5)  # 4.57 takes a score below 0 for one of another group
     place = folder / Checkpoint(subject, DENSE).name
     model.save_pretrained(place)
+    described = place / "config.json"
+    keys = json.loads(described.read_text(encoding="utf-8")) | RELEASED.get(subject, {})
+    keys = {key: value for key, value in keys.items() if value is not None}
+    described.write_text(json.dumps(keys), encoding="utf-8")
     _tokenizer().save_pretrained(place)
     settings = place / "tokenizer_config.json"
     text = settings.read_text(encoding="utf-8")
@@ -236,7 +320,7 @@ def _described(one: Checkpoint, place: Path) -> Checkpoint:
     np.savez(place.with_suffix(".npz"), ids=ids[0], logits=logits, greedy=text[0, START:])
     biased = (site.name for site in dense.layout.kinds if site.bias in dense.files)
     return Checkpoint(
-        one.subject, one.way, dense.config["model_type"], asdict(Shape.of(dense.config)),
+        one.subject, one.way, dense.config["model_type"], asdict(dense.shape),
         tuple(biased), {key: dense.config[key] for key in CONFIG if key in dense.config},
     )  # fmt: skip
 

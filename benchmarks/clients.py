@@ -72,6 +72,11 @@ CLIENTS = {
         ),
         Client("llama.cpp-converter", "llama.cpp, its converter", "run_llama_cpp_converter.py",
                "llama.cpp"),
+        Client(
+            "llama.cpp-no-mtp", "llama.cpp, its converter, `--no-mtp`",
+            "run_llama_cpp_converter.py", instead="llama.cpp-converter",
+            environment={"LLAMA_CPP_NO_MTP": "1"},
+        ),
         Client(EXPORT, "llama.cpp, coec export", "run_llama_cpp.py"),
         Client("openvino", "OpenVINO", "run_openvino.py", "OpenVINO"),
         Client("ctranslate2", "CTranslate2", "run_ctranslate2.py", "CTranslate2"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import clients
-from benchmarks.client_models import Checkpoint, subjects
+from benchmarks.client_models import INFERRED, Checkpoint, subjects
 from benchmarks.client_table import rendered
 from benchmarks.clients import CLIENTS, Client, Row
 from benchmarks.runners import each
@@ -54,7 +54,8 @@ def test_a_loader_was_given_every_type_that_it_is_said_to_load(key):
 
 
 def test_every_architecture_is_a_subject():
-    assert {config["model_type"] for config in subjects().values()} == set(ARCHITECTURES)
+    assert {config["model_type"] for config in subjects().values()} == {*ARCHITECTURES, *INFERRED}
+    assert not INFERRED.keys() & ARCHITECTURES.keys()
 
 
 def expected(folder):

@@ -49,6 +49,7 @@ def test_every_flag_named_in_a_document_exists():
     known |= {"tasks", "batch", "num"}  # of lm_eval, before a _
     known |= {"input-len", "output-len", "max-model-len"}  # of vLLM
     known |= {"local-dir", "exclude"}  # of hf
+    known |= {"no-mtp"}  # of llama.cpp's converter
     known |= {"no-index", "find-links", "extra-index-url"}  # of pip, as is index-url
     known |= {"apply"}  # of lm_eval, before a _
     for script in [*(ROOT / "benchmarks").glob("*.py"), ROOT / "experiments/paper.py"]:

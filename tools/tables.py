@@ -28,6 +28,7 @@ CONDITIONS = {
     "non_uniform": "widths by block",
     "non_uniform_heads": "heads by block",
     "odd_channels": "odd channels",
+    "odd_experts": "odd experts",
     "fewer_heads": "fewer heads",
     "output_bias": "a bias of `o_proj`",
     "down_bias": "a bias of `down_proj`",
@@ -86,11 +87,13 @@ def loaders() -> str:
 
 
 def _types(types: tuple[str, ...] | None) -> str:
-    """Name the types, or the others where these are fewer."""
+    """Name the types, or the others with a table where these are fewer."""
     others = [name for name in ARCHITECTURES if name not in (types or ())]
     if types is None or len(others) >= len(types):
         return _listed(types)
-    return f"all but {', '.join(others)}"
+    inferred = [name for name in types if name not in ARCHITECTURES]
+    tabled = f"all with a table but {', '.join(others)}"
+    return f"{tabled}; {', '.join(inferred)}" if inferred else tabled
 
 
 def _listed(types: tuple[str, ...] | None) -> str:

@@ -2,6 +2,7 @@
 
 The converter knows tokenizers by a digest of what they make of a text, and no tokenizer of a random
 model is among them: the part that writes vocabularies is left out, as it is for files without one.
+`LLAMA_CPP_NO_MTP=1` asks for its `--no-mtp`.
 """
 
 import os
@@ -29,7 +30,8 @@ def run(folder: Path, ids: np.ndarray, start: np.ndarray, steps: int) -> dict[st
     """Converted to float32."""
     file = folder.with_name(f"{folder.name}-converted.gguf")
     parameters = ModelBase.load_hparams(folder, False)
-    kind = get_model_class(get_model_architecture(parameters, ModelType.TEXT))
+    kind: Any = get_model_class(get_model_architecture(parameters, ModelType.TEXT))
+    kind.no_mtp = "LLAMA_CPP_NO_MTP" in os.environ
     with torch.inference_mode():
         model = kind(folder, LlamaFileType.ALL_F32, file)
         model.set_vocab = lambda: _no_vocabulary(model, parameters["vocab_size"])

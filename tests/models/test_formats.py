@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import coec
 import tiny_models as tm
@@ -125,7 +126,7 @@ def test_a_window_is_right_in_llama_cpp_no_further_than_it_reaches():
 def test_every_finding_names_a_loader_and_types_that_there_are():
     for loader in LOADERS.values():
         for tried in (loader, *loader.exceptions):
-            assert set(tried.types or ()) <= {*ARCHITECTURES, NAS}
+            assert set(tried.types or ()) <= {*CONFIG_MAPPING_NAMES, NAS}
     named = {case.when for loader in LOADERS.values() for case in loader.exceptions}
     described = packaged("loaders.toml")["conditions"]
     assert named - {None} == described.keys() == formats._CONDITIONS.keys()

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from coec.errors import ModelError, last_line
@@ -272,9 +272,10 @@ def _with_plain_width(config: JsonDict) -> JsonDict:
 
     Its class may take two thirds of the width in the configuration and round them up.
     """
+    if not hasattr(CONFIG_MAPPING[config["model_type"]], _ADJUSTS):
+        return config
     model: Any = _skeleton(_stock(config))
-    adjusts = getattr(model.config, _ADJUSTS, None)
-    if adjusts is None or not (adjusts or _FIRST_WIDTH in config):
+    if not (getattr(model.config, _ADJUSTS) or _FIRST_WIDTH in config):
         return config
     key = _FIRST_WIDTH if _FIRST_WIDTH in config else _WIDTH
     kept = {name: value for name, value in config.items() if name not in (_FIRST_WIDTH, _WIDTH)}

@@ -74,6 +74,7 @@ _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
     "non_uniform": lambda traits: BLOCK_WIDTHS in traits.config,
     "non_uniform_heads": lambda traits: _heads_differ(traits.sizes),
     "odd_channels": lambda traits: not non_uniform.whole_multiples(traits.sizes),
+    "odd_experts": lambda traits: bool((traits.sizes.expert_ffn or traits.sizes.ffn) % 32),
     "kinds_moved": lambda traits: traits.fewer_blocks and has_kinds(traits.config),
     "llama3_positions": lambda traits: any(
         isinstance(form := traits.config.get(key), dict) and form.get("rope_type") == "llama3"
