@@ -93,7 +93,9 @@ def _windows(model: Path, windows: Any) -> Tensor:
     from coec.streams.windows import CalibrationText
 
     recipe = Recipe(preset="paper", **windows)
-    return CalibrationText.read(Dense.open(model), recipe, None).drawn[0].ids
+    (drawn,) = CalibrationText.read(Dense.open(model), recipe, None).drawn[0]
+    assert drawn is not None
+    return drawn.ids
 
 
 def _call(layer: Any, states: Tensor, rotary: Any) -> Tensor:

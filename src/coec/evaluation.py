@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.checkpoint.report import calibration_digest
-from coec.config import listing
+from coec.config import listing, without_effect
 from coec.config.evaluation import TextEvaluation
 from coec.devices import choose_device, choose_forward_dtype
 from coec.errors import ModelError, NumericalError, OptionError, first_line
@@ -24,8 +24,10 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import find_model
 from coec.progress import showing
+from coec.streams.answers import Prompts, Writer, unkept
 from coec.streams.head import Prediction
-from coec.streams.self_text import continued, sample_from_model, windows_that_fit
+from coec.streams.self_text import continued
+from coec.text.sources import OWN, is_own
 from coec.text.tokens import (
     Extent,
     Stream,
@@ -173,10 +175,19 @@ def _perplexity(
     if dense is not None:
         _check_baseline(measured, dense, trust_remote_code)
     length = resolve_seq_len(rules.seq_len, measured.positions, EVALUATION_SEQ_LEN)
-    sampled = isinstance(text, str) and text == "self"
+    sampled = is_own(text)
     # Text → windows, before networks are built; the text that the baseline writes comes later
     if sampled and dense is None:
-        raise OptionError("text=self samples from the baseline: give baseline=DENSE")
+        raise OptionError(f"text={text} is written by the baseline: give baseline=DENSE")
+    if rules.answer_tokens is not None and not (sampled and text != OWN):
+        raise without_effect("answer_tokens", "no text = self:PROMPTS.jsonl")
+    writer: Writer | None = None
+    prompts: Prompts | None = None
+    if sampled and dense is not None:
+        tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
+        longest = rules.answer_tokens or length
+        prompts = Prompts.read(text, rules.text_column, tokenizer, longest, dense.positions)
+        writer = Writer(dense, tokenizer, unkept, progress)
     if not sampled:
         # A model in memory may have no folder: the baseline's tokenizer is used instead.
         foreign = isinstance(measured, Loaded) and not has_tokenizer(measured.folder)
@@ -189,13 +200,11 @@ def _perplexity(
         else load_network(measured, device, rules.dtype)
     )  # fmt: skip
     base = None if dense is None else load_network(dense, device, rules.dtype)
-    if sampled:
-        assert dense is not None
-        windows = sample_from_model(
-            base, load_tokenizer(dense.folder, trust_remote_code=trust_remote_code),
-            samples=rules.samples, seq_len=length, seed=rules.seed,
-            at_once=windows_that_fit(dense, base, length), progress=progress,
-        )  # fmt: skip
+    if writer is not None:
+        writer.network = base
+        windows = writer.windows(
+            prompts, samples=rules.samples, seq_len=length, seed=rules.seed, name="answers"
+        )
     elif rules.bos == "auto" and 0 < len(stream.start) <= length - 2:  # two tokens are compared
         begun = _cut(stream, rules, length, bos=True)
         if _needs_start(base or network, begun.ids, len(stream.start)):

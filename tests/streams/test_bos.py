@@ -153,7 +153,10 @@ def test_a_mixture_begins_with_it_in_every_part(dense, text, tokens, tmp_path, m
     assert (windows.fit[:6, 0] == 0).all()
     assert (windows.fit[:6, 1:] > 1).all()
     assert windows.record["bos"] is True
-    assert made(dense, f"{text},{tokens}", "auto").record["bos_cross_entropy"] is None
+    # Token ids are taken as they are.
+    mixed = made(dense, f"{text},{tokens}", "auto")
+    assert (mixed.fit[:, 0] == 0).sum() == 3
+    assert mixed.record["bos_cross_entropy"] == {"on": 1.0, "off": 2.0}
 
 
 def test_a_run_measures_once_and_goes_on_with_what_it_chose(dense, text, tmp_path, monkeypatch):

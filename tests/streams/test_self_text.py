@@ -185,7 +185,7 @@ def test_a_resumed_run_keeps_what_the_model_wrote(dense, tmp_path, monkeypatch):
         patch.setattr(pruning, "solve", raising(ZeroDivisionError))
         with pytest.raises(ZeroDivisionError):
             coec.prune(dense, tmp_path / "out", **settings)
-    monkeypatch.setattr("coec.streams.windows.sample_from_model", None)
+    monkeypatch.setattr("coec.streams.answers.sample_from_model", None)
     report = coec.prune(dense, tmp_path / "out", **settings)
     assert report.calibration["windows"] == 6
     for name in ("model.safetensors", "README.md"):

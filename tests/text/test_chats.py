@@ -3,16 +3,22 @@
 import json
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.strategies import integers, lists, tuples
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizerFast
 
 import coec
 import tiny_models as tm
 from coec.errors import CalibrationError
 from coec.events import recording
+from coec.text.chats import Chat, ChatTemplate, packed
 from coec.text.tokens import load_tokenizer, read_stream
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
 CHATS = [[("user", f"w{n} w{n + 1}"), ("assistant", f"w{n + 2}")] for n in range(40)]
-TEXT = "\n\n".join("".join(f"<{role}>{said}\n" for role, said in chat) for chat in CHATS)
+TEXTS = ["".join(f"<{role}>{said}\n" for role, said in chat) for chat in CHATS]
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +56,20 @@ def written(path, rows):
 @pytest.mark.parametrize("style", ["openai", "sharegpt"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_chats_are_the_text_that_the_template_makes(suffix, style, dense, tmp_path):
-    (tmp_path / "same.txt").write_text(TEXT)
-    expected = opened(dense, tmp_path / "same.txt")
     found = opened(dense, written(tmp_path / f"chats{suffix}", rows_of(style)))
-    assert found.ids.tolist() == expected.ids.tolist()
-    assert (found.chats, expected.chats) == (len(CHATS), 0)
+    tokenizer = load_tokenizer(dense)
+    for chat, text in zip(found.whole, TEXTS, strict=True):
+        assert chat.ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+        answer = text.partition("<assistant>")[2].strip()
+        assert tokenizer.decode(chat.ids[chat.answered]).strip() == answer
+    assert (found.chats, found.answers_kept) == (len(CHATS), found.answers)
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_the_report_says_that_chats_were_rendered(in_memory, dense, tmp_path):
     chats = rows_of("openai")
     text = chats if in_memory else str(written(tmp_path / "chats.jsonl", chats))
-    report = coec.prune(dense, tmp_path / "out", calibration=text, samples=4, seq_len=16,
+    report = coec.prune(dense, tmp_path / "out", calibration=text, samples=12, seq_len=16,
                         preset="fast")  # fmt: skip
     assert report.calibration["chats"] == len(CHATS)
     note = "40 chats were rendered by the tokenizer's chat template, with 100% of the assistants'"
@@ -71,7 +79,9 @@ def test_the_report_says_that_chats_were_rendered(in_memory, dense, tmp_path):
 def test_a_template_that_fails_is_one_line(tmp_path):
     folder = tm.save(tm.tiny("llama"), tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] + 1 }}")
-    with pytest.raises(CalibrationError, match="chat 1 cannot be rendered .*role and content"):
+    with pytest.raises(
+        CalibrationError, match="line 1: the chat cannot be rendered .*role and content"
+    ):
         opened(folder, written(tmp_path / "chats.jsonl", rows_of("openai")))
 
 
@@ -102,24 +112,133 @@ DROPPING = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]"
     ("template", "message", "kept"),
     [
         (TEMPLATE, {"content": THINKING}, 1.0),
-        (DROPPING, {"content": THINKING}, 2 / (2 + 7 + 8 + 8)),
+        (DROPPING, {"content": THINKING}, 1.0),  # put back
         (TEMPLATE, {"content": "w4", "reasoning_content": "w5 w6 w7"}, 0.2),
         (TEMPLATE.replace("m['content']", "m['content'][0]['text']"),
          {"content": [{"type": "text", "text": "w4"}]}, 1.0),
     ],
 )  # fmt: skip
-def test_a_template_that_drops_reasoning_is_recorded(template, message, kept, dense, tmp_path):
-    (dense / "chat_template.jinja").write_text(template)
+def test_reasoning_that_a_template_drops_is_put_back_or_recorded(
+    template, message, kept, dense, tmp_path, monkeypatch
+):
     chat = [{"role": "user", "content": "w0"}, {"role": "assistant", **message}]
     path = written(tmp_path / "chats.jsonl", [{"messages": chat}] * 3)
+    tokenizer = load_tokenizer(dense)
+    tokenizer.chat_template = template
     with recording() as events:
-        found = opened(dense, path)
+        found = read_stream(str(path), lambda: tokenizer, split="train")
     assert found.answers_kept / found.answers == pytest.approx(kept)
     assert [event for event in events if "dropped" in event] == [
         event for event in events if kept < 0.9
     ]
     assert len(events) == (kept < 0.9)
-    (dense / "chat_template.jinja").write_text(TEMPLATE)
+
+
+QWEN = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if m['role'] == 'assistant' %}"
+    "{% if loop.last and '</think>' not in m['content'] %}<think></think>{% endif %}"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+R1 = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]") + (
+    "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "text"),
+    [
+        (TEMPLATE, ("w0", "w1"), "<user>w0\n<assistant>[w1]\n"),
+        (TEMPLATE.replace("m['content']", "m['content'] | trim"), ("w0", " w1\n"),
+         "<user>w0\n<assistant>[w1]\n"),
+        # Reasoning of an earlier turn, put back; and none in the last turn, as the template has it
+        (QWEN, ("w0", "<think>w9</think>w1", "w2", "<think>w8</think>w3"),
+         "<user>w0\n<assistant>[<think>w9</think>w1]\n<user>w2\n<assistant>"
+         "[<think>w8</think>w3]\n"),
+        (QWEN, ("w0", "w1"), "<user>w0\n<assistant><think></think>[w1]\n"),
+        # The prompt has the beginning of the reasoning already
+        (R1, ("w0", "<think>\nw9\n</think>w1"), "<user>w0\n<assistant><think>\n[w9\n</think>w1]\n"),
+    ],
+)  # fmt: skip
+def test_every_answer_follows_its_prompt(template, turns, text):
+    """The expected text has brackets around the assistants' words."""
+    chat = ChatTemplate(lambda: characters(template))
+    roles = ("user", "assistant")
+    made = chat([{"role": roles[n % 2], "content": words} for n, words in enumerate(turns)])
+    assert shown(made) == text
+
+
+def characters(template):
+    """A tokenizer whose tokens are characters."""
+    fast = Tokenizer(models.BPE({chr(n): n for n in range(128)}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def shown(chat):
+    """The text of a chat of characters, with brackets around the assistants' words."""
+    text, inside = "", False
+    for token, answered in zip(chat.ids.tolist(), chat.answered.tolist(), strict=True):
+        text += "[" * (answered > inside) + "]" * (answered < inside) + chr(token)
+        inside = answered
+    return text
+
+
+def test_a_start_in_the_template_stands_once():
+    """The tokenizer adds one to a text."""
+    tokenizer = characters("^" + TEMPLATE)
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing("^ $A", None, [("^", 94)])
+    assert tokenizer("a")["input_ids"] == [94, 97]
+    chat = ChatTemplate(lambda: tokenizer)([{"role": "user", "content": "a"}])
+    assert chat.ids.tolist().count(94) == 1
+
+
+def chats_of(*lengths):
+    """Chats of a prompt and an answer, whose tokens name the chat."""
+    return [
+        Chat(torch.full((asked + answered,), number), torch.arange(asked + answered) >= asked)
+        for number, (asked, answered) in enumerate(lengths)
+    ]
+
+
+def test_windows_hold_whole_chats_and_end_in_an_answer():
+    chats = chats_of((2, 3), (2, 2), (1, 9), (3, 5), (2, 6))
+    windows, cut = packed(chats, 8)
+    assert windows.tolist() == [[0] * 5 + [1] * 3, [3] * 8, [4] * 8, [2] * 8]
+    assert cut == 0
+
+
+def test_a_chat_longer_than_a_window_goes_on_in_the_next():
+    windows, cut = packed(chats_of((2, 18), (1, 3)), 8)
+    assert (windows.tolist(), cut) == ([[0] * 8, [0] * 8, [0] * 4 + [1] * 4], 0)
+
+
+def test_chats_that_fill_no_window_are_cut_and_counted():
+    windows, cut = packed(chats_of((4, 1), (4, 1), (4, 1), (4, 1)), 8)
+    assert (windows.tolist(), cut) == ([[0] * 5 + [1] * 3, [2] * 5 + [3] * 3], 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lists(tuples(integers(1, 12), integers(1, 30)), max_size=30), integers(1, 20))
+def test_packing_keeps_order_and_loses_no_beginning(lengths, seq_len):
+    """Every window is runs of chats from their beginning, or begins with the rest of a long one."""
+    chats = chats_of(*lengths)
+    windows, cut = packed(chats, seq_len)
+    assert windows.shape[1] == seq_len
+    seen = dict.fromkeys(range(len(chats)), 0)
+    for window in windows.tolist():
+        for number in dict.fromkeys(window):
+            taken = window.count(number)
+            whole = seen[number] + taken == len(chats[number].ids)
+            assert seen[number] == 0 or window[0] == number
+            seen[number] += taken
+            assert whole or window[-1] == number
+            if not whole and not chats[number].answered[seen[number] - 1]:
+                cut -= 1
+    assert cut == 0
 
 
 def test_prompts_alone_are_named_as_such(dense, tmp_path):

@@ -11,7 +11,7 @@ from coec.errors import CalibrationError
 from coec.models.dense import Dense
 from coec.streams.windows import CalibrationText
 from coec.text.sources import mixture
-from coec.text.windows import shares, source_digest
+from coec.text.windows import mixed, shares, source_digest
 from outcomes import one_line, succeeded
 
 
@@ -32,10 +32,9 @@ def texts(tmp_path, monkeypatch):
 
 def made(dense, source, samples=6, **settings):
     how = {"preset": "paper", "seq_len": 32, **settings}
-    [windows] = CalibrationText.read(
-        dense, Recipe(calibration=source, samples=samples, **how), None
-    ).drawn
-    return windows
+    text = CalibrationText.read(dense, Recipe(calibration=source, samples=samples, **how), None)
+    [drawn] = text.drawn
+    return mixed(drawn, source)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +77,6 @@ def test_every_source_gets_its_share_and_one_window_at_least(samples, weights, c
 @pytest.mark.parametrize(
     ("source", "match"),
     [
-        ("a.txt,self", "leave self out, or the texts"),
         ("a.txt,", "'a.txt,' is no mixture: .* once"),
         ("a.txt,b.jsonl=0", "every share above 0"),
         ("a.txt=2,a.txt", "every source once"),
@@ -144,7 +142,7 @@ def test_the_command_plans_and_prunes_it(dense, texts, run):
     flags = ("--preset", "paper", "--samples", 6, "--seq-len", 32, "--device", "cpu",
              "--calibration")  # fmt: skip
     assert run("prune", dense.folder, *flags, "a.txt=2,b.jsonl", "--dry-run")[0] == 0
-    for source in ("a.txt,self", "a.txt,b.jsonl=0"):
+    for source in ("a.txt,", "a.txt,b.jsonl=0"):
         status, _, err = run("prune", dense.folder, texts / "out", *flags, source)
         assert (status, err.count("\n")) == (1, 1)
     config = texts / "recipe.toml"

@@ -127,7 +127,7 @@ def test_ids_outside_the_vocabulary_are_refused():
     [
         ("a.jsonl", '{"text": "a"}\n{"text"', "line 2"),
         ("a.jsonl", '{"story": "a"}', "no .*'text'.*text_column=NAME"),
-        ("s.jsonl", '{"text": "a\\ud800b"}', r"line 1, is no text: character 2 .*'\\ud800'"),
+        ("s.jsonl", '{"text": "a\\ud800b"}', r"line 1: character 2 .*'\\ud800'"),
         ("d.jsonl", '{"text": ' + "[" * 100_000, "line 1, is not JSON: maximum recursion"),
         ("n.jsonl", '{"text": "a", "id": ' + "9" * 5000 + "}", "line 1, is not JSON: Exceeds"),
         ("n.jsonl", '{"text": "a"}\n{"text": NaN}', "line 2, has no text in column 'text'"),

@@ -119,9 +119,9 @@ def measuring(model: str, out: str, text: str, *, compared: bool = True) -> str:
 
     If the two models have different vocabularies, they are not `compared` by token.
     """
-    from coec.text.sources import is_named
+    from coec.text.sources import OWN, is_named
 
-    other = is_named(text) or (compared and text == "self")  # test split, or seed
+    other = is_named(text) or (compared and text == OWN)  # test split, or seed
     baseline = f" --baseline {named(model)}" if compared else ""
     evaluated = text_flag(text if other else "OTHER.txt")
     return f"measure it: coec eval {named(out)}{baseline}{evaluated}"

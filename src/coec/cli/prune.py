@@ -241,7 +241,9 @@ def _next(report: "Report") -> Iterator[str]:
     if not report.plan["inside"]:  # of models of text and images none is trained
         model, out, trained = map(common.named, (report.model, report.out, f"{report.out}-trained"))
         yield f"train it a little: coec recover {model} {out} {trained}{common.text_flag(text)}"
-    if "," not in text and text != "self":  # docs/lab/RESULTS.md: the text decides more
+    if "," not in text and not text.startswith(
+        "self"
+    ):  # docs/lab/RESULTS.md: the text decides more
         both = shlex.quote(f"{text},OTHER.txt")
         yield f"to preserve other kinds of text as well: --calibration {both}"
 

@@ -211,6 +211,12 @@ def without_effect(name: str, why: str) -> OptionError:
     return OptionError(f"{name} has no effect with {why}: leave it out, or change the other")
 
 
+def own_parts(text: Any) -> list[str]:
+    """Return the parts of a text that the model writes: `self`, and `self:` with prompts."""
+    parts = text.split(",") if isinstance(text, str) else []
+    return [part for part in map(str.strip, parts) if re.match(r"self(:|=|$)", part)]
+
+
 def nth_seed(seed: int, number: int) -> int:
     """Return the seed of one of many draws, a block's or a window's: other numbers in each."""
     return (seed * 1_000_003 + number) % 2**_BITS

@@ -15,9 +15,11 @@ class TextEvaluation(Settings):
     max_windows: int | None = setting(None, ge=1, otherwise="all")
     """Evaluate only the first windows, at most this many."""
     samples: int = setting(64, ge=1)
-    """Number of windows to sample if the text is self."""
+    """Number of windows to sample if the text is self or self:PROMPTS.jsonl."""
     seed: int = setting(1, ge=0)
-    """Seed of the sampled text if the text is self."""
+    """Seed of the sampled text."""
+    answer_tokens: int | None = setting(None, ge=1, otherwise="as many as a window has")
+    """Number of tokens of the longest answer to a prompt."""
     bos: Literal["auto", "on", "off"] = setting("auto")
     """Begin every window with the tokens that the tokenizer puts before a text: on, off, or auto:
     on if the baseline, or else MODEL, then predicts a few windows better by a tenth of a nat per

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, field_validator, model_validator
 
-from coec.config import DtypeName, Settings, called, setting, without_effect
+from coec.config import DtypeName, Settings, called, own_parts, setting, without_effect
 from coec.errors import OptionError
 
 SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "magnitude", "random"]
@@ -128,8 +128,10 @@ class Recipe(Settings):
     """Column of a jsonl or parquet file, or of a hub: data set."""
     calibration: Any = "wikitext2"
     """Text: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train splits); self (text
-    that the model writes); a .txt, .jsonl, .parquet, .npy or .safetensors file; or several of these
-    with shares of the windows: a.txt=2,b.jsonl=1."""
+    that the model writes); self:PROMPTS.jsonl (its answers to prompts); a .txt, .jsonl, .parquet,
+    .npy or .safetensors file; or several of these with shares of the windows: a.txt=2,b.jsonl=1."""
+    answer_tokens: int | None = setting(None, ge=1, otherwise="as many as a window has")
+    """Number of tokens of the longest answer to a prompt."""
     samples: int = setting(128, ge=1)
     """Number of calibration windows."""
     seq_len: int | None = setting(None, ge=2, otherwise="2048, or the model's maximum if less")
@@ -209,8 +211,13 @@ class Recipe(Settings):
 
     @property
     def own(self) -> bool:
-        """True if the dense model writes the text."""
-        return isinstance(self.calibration, str) and self.calibration == "self"
+        """True if the dense model writes the text, or a part of it."""
+        return bool(own_parts(self.calibration))
+
+    @property
+    def asks(self) -> bool:
+        """True if the dense model answers prompts."""
+        return any(part.startswith("self:") for part in own_parts(self.calibration))
 
     @property
     def sequential(self) -> bool:
@@ -320,8 +327,10 @@ def _check_together(recipe: Recipe) -> None:
             f"pad_vocabulary must be at least vocabulary = {recipe.vocabulary:,}, got "
             f"{recipe.pad_vocabulary:,}"
         )
-    own = recipe.own if recipe.vocabulary_text is None else recipe.vocabulary_text == "self"
-    if recipe.vocabulary is not None and own:
+    counted = recipe.calibration if recipe.vocabulary_text is None else recipe.vocabulary_text
+    if recipe.answer_tokens is not None and not recipe.asks:
+        raise without_effect("answer_tokens", "no calibration = self:PROMPTS.jsonl")
+    if recipe.vocabulary is not None and own_parts(counted):
         raise OptionError(
             "vocabulary counts the tokens of a text, and self is none: set vocabulary_text"
         )

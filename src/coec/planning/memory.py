@@ -15,7 +15,7 @@ from coec.models.description import Description
 from coec.models.layout import Shape, Site
 from coec.planning.plan import Plan
 from coec.planning.widths import Costs, parameters_inside
-from coec.text.sources import mixture
+from coec.text.sources import OWN, mixture
 from coec.text.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.text.windows import TRIED_TOKENS
 
@@ -215,9 +215,9 @@ def _text_bytes(source: Any) -> int:
     """Estimate the memory that reading one source takes; sources of a mixture are read in turn."""
     if not isinstance(source, str):  # token ids, or documents
         return 0 if hasattr(source, "dtype") else _CHARACTER_BYTES * LONG_TEXT
-    if source == "self":
+    if source == OWN:
         return 0
-    path = Path(source)
+    path = Path(source.removeprefix(f"{OWN}:"))
     if path.suffix in TOKEN_SUFFIXES:
         return 2 * path.stat().st_size if path.is_file() else 0
     characters = path.stat().st_size if path.is_file() else _NAMED_TEXT

@@ -15,7 +15,8 @@ from coec.errors import CalibrationError, ModelError
 from coec.events import Progress
 from coec.models.description import Description
 from coec.planning.memory import MOST_SAMPLED, window_bytes
-from coec.text.tokens import chat_start, digest, encode
+from coec.text.chats import chat_start, encode
+from coec.text.tokens import digest
 from coec.text.windows import Windows, check_start
 
 _SHARE = 0.8

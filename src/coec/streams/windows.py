@@ -5,8 +5,9 @@ also chooses whether windows begin with the tokenizer's start.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,10 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.models.folder import tokenizer_digest
 from coec.planning.plan import Plan
+from coec.streams.answers import Once, Prompts, Writer
 from coec.streams.head import Head
 from coec.streams.layers import Layers
-from coec.streams.self_text import sample_from_model, windows_that_fit
+from coec.text.sources import is_own
 from coec.text.tokens import Extent, Stream, load_tokenizer, source_of
 from coec.text.windows import (
     CHOICE,
@@ -63,15 +65,18 @@ class CalibrationText:
         dense: the model, whose tokenizer reads it.
         recipe: says which text, and how many windows.
         source: the text, as it is read.
-        drawn: windows without the tokenizer's start or with it, or both; none if the model writes.
-        start: number of tokens of the start.
+        drawn: windows of every text, without the tokenizer's start or with it, or both; None for a
+            text that the model writes.
+        prompts: the prompts of every text that answers them; else None.
+        start: the tokenizer's start.
     """
 
     dense: Dense
     recipe: Recipe
     source: Any
-    drawn: list[Windows]
-    start: int = 0
+    drawn: list[list[Windows | None]]
+    prompts: list[Prompts | None]
+    start: Int[Tensor, " k"]
 
     @classmethod
     def read(cls, dense: Dense, recipe: Recipe, progress: Progress | None) -> "CalibrationText":
@@ -84,29 +89,36 @@ class CalibrationText:
         seq_len = resolve_seq_len(recipe.seq_len, dense.positions, DEFAULT_SEQ_LEN)
         text = source_of(recipe.calibration, recipe.text_column)
         sources = shares(text, recipe.samples)
+        prompts: list[Prompts | None] = [None] * len(sources)
         if recipe.own:
-            load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
-            return cls(dense, recipe, text, [])
+            tokenizer = load_tokenizer(dense.folder, trust_remote_code=recipe.trust_remote_code)
+            longest = recipe.answer_tokens or seq_len
+            prompts = [
+                Prompts.read(source, recipe.text_column, tokenizer, longest, dense.positions)
+                for source, _ in sources
+            ]
         streams = [
-            text_stream(
+            None if is_own(source) else text_stream(
                 dense, source, recipe.text_column, Extent(CHOICE * samples * seq_len),
                 trust_remote_code=recipe.trust_remote_code, progress=progress,
             )
             for source, samples in sources
         ]  # fmt: skip
         # Ways of drawing: without the start, with it, or both for the dense model to choose from
-        start = min(len(stream.start) for stream in streams)
-        if recipe.bos == "on" and not start:
+        starts = [stream.start for stream in streams if stream is not None]
+        start = max(starts, key=len, default=torch.empty(0, dtype=torch.int64))
+        if recipe.bos == "on" and not len(start):
             raise CalibrationError(
-                f"bos=on has no effect on '{text}': token ids are taken as they are, "
-                "and to other text this tokenizer may add no start; leave bos out"
+                f"bos=on has no effect on '{text}': token ids, chats and the model's own text are "
+                "taken as they are, and to other text this tokenizer may add no start; leave bos "
+                "out"
             )
         ways = [recipe.bos == "on"]
-        if recipe.bos == "auto" and 0 < start < seq_len // 2:  # two tokens can be compared
+        if recipe.bos == "auto" and 0 < len(start) < seq_len // 2:  # two tokens can be compared
             ways = [False, True]
         counts = [samples for _, samples in sources]
         drawn = [_drawn(streams, counts, recipe, seq_len, bos=bos) for bos in ways]
-        return cls(dense, recipe, text, drawn, len(streams[0].start))
+        return cls(dense, recipe, text, drawn, prompts, start)
 
     @property
     def identity(self) -> JsonDict:
@@ -116,16 +128,19 @@ class CalibrationText:
             "tokenizer": tokenizer_digest(self.dense.folder),
         }
 
-    def windows(
-        self, plan: Plan, once: Callable[..., tuple[Any, JsonDict]], progress: Progress | None
-    ) -> CalibrationWindows:
+    def windows(self, plan: Plan, once: Once, progress: Progress | None) -> CalibrationWindows:
         """Return the windows; if the model writes or chooses them, `once` keeps them."""
-        if len(self.drawn) == 1:
-            windows = self.drawn[0]
+        if len(self.drawn) == 1 and not self.recipe.own:
+            windows = self._mixed(self.drawn[0])
         else:
 
             def make() -> tuple[dict[str, Tensor], JsonDict]:
-                made = parallel.lead(self._chosen if self.drawn else self._sampled, plan, progress)
+                texts = self.drawn[0]
+                if len(self.drawn) > 1:
+                    texts = parallel.lead(self._chosen, plan, progress)
+                if self.recipe.own:
+                    texts = self._with_own(texts, plan, once, progress)
+                made = self._mixed(texts)
                 return {"input_ids": made.ids}, made.record()
 
             tensors, record = once("windows", make)
@@ -135,27 +150,42 @@ class CalibrationText:
         account = windows.record()
         return CalibrationWindows(fit, validation, account | {"notes": text_notes(account)})
 
-    def _chosen(self, plan: Plan, progress: Progress | None) -> Windows:
+    def _mixed(self, texts: Sequence[Windows | None]) -> Windows:
+        return mixed([windows for windows in texts if windows], str(self.recipe.calibration))
+
+    def _chosen(self, plan: Plan, progress: Progress | None) -> list[Windows | None]:
         """Choose between windows with the tokenizer's start and without, by the dense model."""
         plain, begun = self.drawn
-        on, off = start_entropies(self.dense, begun.ids, self.start, plan, progress)
+        ids, count = self._mixed(begun).ids, len(self.start)
+        ids = ids[(ids[:, :count] == self.start).all(dim=1)]  # chats are taken as they are
+        on, off = start_entropies(self.dense, ids, count, plan, progress)
         if not (math.isfinite(on) and math.isfinite(off)):
             raise NumericalError(
                 "whether the dense model predicts better after the tokenizer's start cannot be "
                 "measured: its predictions are not finite; set bos=on or bos=off"
             )
-        return replace(begun if on < off else plain, bos_cross_entropy={"on": on, "off": off})
+        entropies = {"on": on, "off": off}
+        return [
+            w and replace(w, bos_cross_entropy=entropies) for w in (begun if on < off else plain)
+        ]
 
-    def _sampled(self, plan: Plan, progress: Progress | None) -> Windows:
-        """Sample the windows, for which alone the whole network is in memory."""
+    def _with_own(
+        self, texts: Sequence[Windows | None], plan: Plan, once: Once, progress: Progress | None
+    ) -> list[Windows | None]:
+        """Add the windows that the model writes, for which alone the whole network is in memory."""
         recipe, folder = self.recipe, self.dense.folder
+        tokenizer = load_tokenizer(folder, trust_remote_code=recipe.trust_remote_code)
+        sources = shares(self.source, recipe.samples)
         try:
-            network = self.dense.network(plan.device, plan.forward, noted=True)
-            return sample_from_model(
-                network, load_tokenizer(folder, trust_remote_code=recipe.trust_remote_code),
-                samples=recipe.samples, seq_len=plan.seq_len, seed=recipe.seed,
-                at_once=windows_that_fit(self.dense, network, plan.seq_len), progress=progress,
-            )  # fmt: skip
+            network = partial(self.dense.network, plan.device, plan.forward, noted=True)
+            writer = Writer(self.dense, tokenizer, once, progress, parallel.lead_only(network))
+            return [
+                windows or writer.windows(
+                    self.prompts[number], samples=samples, seq_len=plan.seq_len,
+                    seed=_seed(recipe, number, len(sources)), name=f"answers {number}",
+                )
+                for number, (windows, (_, samples)) in enumerate(zip(texts, sources, strict=True))
+            ]  # fmt: skip
         except torch.OutOfMemoryError:
             elsewhere = "" if plan.device.type == "cpu" else ", or device=cpu"
             raise CalibrationError(
@@ -164,19 +194,27 @@ class CalibrationText:
             ) from None
 
 
+def _seed(recipe: Recipe, number: int, sources: int) -> int:
+    """Return the seed of one of several texts."""
+    return nth_seed(recipe.seed, number) if sources > 1 else recipe.seed
+
+
 def _drawn(
-    streams: Sequence[Stream], counts: Sequence[int], recipe: Recipe, seq_len: int, *, bos: bool
-) -> Windows:
-    """Draw the windows of a calibration, each source's from its stream and with its own seed."""
-    several = len(streams) > 1
-    drawn = [
-        sample_windows(
-            stream, samples=samples, seq_len=seq_len, bos=bos, in_mixture=several,
-            seed=nth_seed(recipe.seed, number) if several else recipe.seed,
+    streams: Sequence[Stream | None],
+    counts: Sequence[int],
+    recipe: Recipe,
+    seq_len: int,
+    *,
+    bos: bool,
+) -> list[Windows | None]:
+    """Draw the windows of every text from its stream, with a seed of its own."""
+    return [
+        None if stream is None else sample_windows(
+            stream, samples=samples, seq_len=seq_len, bos=bos, in_mixture=len(streams) > 1,
+            seed=_seed(recipe, number, len(streams)),
         )
         for number, (stream, samples) in enumerate(zip(streams, counts, strict=True))
     ]  # fmt: skip
-    return mixed(drawn, drawn[0].source if len(drawn) == 1 else str(recipe.calibration))
 
 
 @torch.no_grad()
@@ -213,6 +251,8 @@ def start_entropies(
     head = Head(dense, device=plan.device, dtype=plan.forward)
     # As model and baseline, both over the text that follows the start.
     prediction = head.predicted(
-        states[: len(begun), start:], states[len(begun) :, : length - start], begun[:, start:]
+        states[..., : len(begun), start:, :],
+        states[..., len(begun) :, : length - start, :],
+        begun[:, start:],
     )
     return prediction.cross_entropy, prediction.baseline_cross_entropy

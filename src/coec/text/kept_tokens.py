@@ -34,8 +34,9 @@ from coec.models.renumbering import (
     named_ids,
     pairs,
 )
+from coec.text.chats import encode
 from coec.text.sources import mixture
-from coec.text.tokens import Extent, encode, load_tokenizer, source_of
+from coec.text.tokens import Extent, load_tokenizer, source_of
 from coec.text.windows import source_digest, text_stream
 
 _COUNTED = 2**24

@@ -35,10 +35,12 @@ _CHUNK, _ROWS = 2**20, 1000
 _SHARE = re.compile(r"(.+)=([0-9]{1,9}(?:\.[0-9]{1,9})?)")
 """A source of a mixture, and its share."""
 Split = Literal["train", "validation", "test"]
-Rendered = Callable[[list[Any]], str]
-"""Return the text of a chat, given its messages."""
-CHATS = ("messages", "conversations")
-"""Columns that hold chats, read where a row has no text."""
+Rendered = Callable[[str | list[Any]], Any]
+"""Return a document, given its text or the messages of a chat; None if it cannot be read."""
+PROMPT, CHATS = "prompt", ("messages", "conversations")
+"""Columns of prompts, and of chats, that are read if a row has no text."""
+OWN = "self"
+"""Text that the dense model writes; followed by a colon and a file, its answers to prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,11 @@ def is_named(source: str) -> bool:
     )
 
 
+def is_own(source: Any) -> bool:
+    """True if the dense model writes the text."""
+    return isinstance(source, str) and (source == OWN or source.startswith(f"{OWN}:"))
+
+
 def mixture(source: Any) -> list[tuple[Any, float]]:
     """Return the sources of a mixture, `a.txt=2,b.jsonl`, with their shares; 1 where none is given.
 
@@ -88,15 +95,42 @@ def mixture(source: Any) -> list[tuple[Any, float]]:
     return sources
 
 
+def _text_alone(document: str | list[Any]) -> str | None:
+    """Return a text; None for a chat."""
+    return document if isinstance(document, str) else None
+
+
+def read_prompts(path: Path, column: str, rendered: Rendered) -> list[Any]:
+    """Return what `rendered` makes of every row of a jsonl or parquet file.
+
+    Args:
+        path: of the file.
+        column: of the prompts; `text` for `prompt`, or else `messages` or `conversations`.
+        rendered: raises CalibrationError for a bad row, and the message then names the line.
+
+    Raises:
+        CalibrationError: it is no such file, or has no rows.
+    """
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        raise CalibrationError(
+            f"'{path}' holds no prompts: give self:FILE, a .jsonl or .parquet file whose rows have "
+            "a prompt, or messages that end with the user's turn"
+        )
+    prompts = list(_read_file(path, PROMPT if column == "text" else column, rendered))
+    if not prompts:
+        raise CalibrationError(f"'{path}' holds no prompts")
+    return prompts
+
+
 def read_parts(
     source: str | Documents,
     *,
     split: Split,
     text_column: str = "text",
     characters: int | None = None,
-    chat: Rendered | None = None,
-) -> Iterator[str]:
-    """Yield the text of a source in consecutive pieces; blank lines separate documents.
+    rendered: Rendered = _text_alone,
+) -> Iterator[Any]:
+    """Yield the text of a source in consecutive pieces; blank lines separate documents of text.
 
     A file is read only as far as pieces are consumed.
 
@@ -107,20 +141,21 @@ def read_parts(
         text_column: column of jsonl and parquet files, and of data sets named by `hub:`.
         characters: of C4, a `hub:` data set or documents, those after which no further document is
             read; None for `HUB_CHARACTERS`.
-        chat: makes the text of a chat, a list in the column; None where there is no way.
+        rendered: makes a document of a row's text, or of its chat, a list in the column. What is
+            no string is a piece of its own.
     """
     limit = HUB_CHARACTERS if characters is None else characters
     # Source → pieces of text; whether there is any shows only when they have been read.
-    texts: Iterable[str]
+    texts: Iterable[Any]
     if isinstance(source, Documents):
-        texts = [_beginning(source.rows, source.column, limit, chat)]
+        texts = _joined(_beginning(source.rows, source.column, limit, rendered))
     elif is_named(source):
-        texts = [_read_named(source, split, text_column, limit, chat)]
+        texts = _read_named(source, split, text_column, limit, rendered)
     else:
-        texts = _read_file(Path(source), text_column, chat)
+        texts = _read_file(Path(source), text_column, rendered)
     empty = True
     for text in texts:
-        empty = empty and not text.strip()
+        empty = empty and isinstance(text, str) and not text.strip()
         yield text
     if empty:
         raise CalibrationError(f"'{source}' holds no text")
@@ -137,21 +172,38 @@ _NO_TEXT = {
 
 def _columns(column: str) -> tuple[str, ...]:
     """Return the columns in which the text of a row may be, the first that holds something."""
-    return (column, *CHATS) if column == "text" else (column,)
+    return (column, *CHATS) if column in ("text", PROMPT) else (column,)
 
 
-def _text_in(row: Any, column: str, chat: Rendered | None) -> str | None:
-    """Return the text in a column of a row, or of its chat; None where there is neither."""
+def _document(row: Any, column: str, rendered: Rendered, place: str) -> Any:
+    """Return the text in a column of a row, or its chat; None where there is neither.
+
+    An error begins with the place.
+    """
     if not isinstance(row, Mapping):
         return None
-    # First column that holds something → a chat as text → text, or nothing that can be read
-    text = next((row[name] for name in _columns(column) if row.get(name) is not None), None)
-    if isinstance(text, list) and chat is not None:
-        return chat(text)
-    return text if isinstance(text, str) else None
+    # First column that holds something → a document, or nothing that can be read
+    found = next((row[name] for name in _columns(column) if row.get(name) is not None), None)
+    try:
+        if isinstance(found, str):
+            check_unicode(found)
+        return rendered(found) if isinstance(found, str | list) else None
+    except CalibrationError as error:
+        raise CalibrationError(f"{place}: {error}") from error
 
 
-def _read_file(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
+def check_unicode(text: str) -> None:
+    """Raise CalibrationError for half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CalibrationError(
+            f"character {error.start + 1} is half of a surrogate pair ({text[error.start]!a}); "
+            "write the text as UTF-8"
+        ) from error
+
+
+def _read_file(path: Path, column: str, rendered: Rendered) -> Iterator[Any]:
     if not isfile(path):
         raise CalibrationError(
             f"no text at '{path}': give 'wikitext2', 'c4', 'hub:OWNER/NAME', 'self', or a file "
@@ -162,9 +214,9 @@ def _read_file(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
             raise CalibrationError(f"'{path}' {reason}")
     try:
         if path.suffix in (".jsonl", ".json"):
-            yield from _joined(_jsonl_column(path, column, chat))
+            yield from _joined(_jsonl_column(path, column, rendered))
         elif path.suffix == ".parquet":
-            yield from _joined(_parquet_column(path, column, chat))
+            yield from _joined(_parquet_column(path, column, rendered))
         else:
             with path.open(encoding="utf-8") as file:
                 while text := file.read(_CHUNK):
@@ -175,13 +227,13 @@ def _read_file(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
         raise CalibrationError(f"'{path}' cannot be read: {error.strerror or error}") from error
 
 
-def _joined(documents: Iterable[str]) -> Iterator[str]:
-    """Put the separator before each document but the first."""
+def _joined(documents: Iterable[Any]) -> Iterator[Any]:
+    """Put the separator before each text but the first."""
     for number, document in enumerate(documents):
-        yield _SEPARATOR + document if number else document
+        yield _SEPARATOR + document if number and isinstance(document, str) else document
 
 
-def _jsonl_column(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
+def _jsonl_column(path: Path, column: str, rendered: Rendered) -> Iterator[Any]:
     # newline="\n": a JSON string may hold U+2028 unescaped
     with path.open(encoding="utf-8", newline="\n") as file:
         for number, line in enumerate(file, 1):
@@ -191,23 +243,17 @@ def _jsonl_column(path: Path, column: str, chat: Rendered | None) -> Iterator[st
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise CalibrationError(f"'{path}', line {number}, is not JSON: {error}") from error
-            if (text := _text_in(row, column, chat)) is None:
+            place = f"'{path}', line {number}"
+            if (text := _document(row, column, rendered, place)) is None:
                 columns = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                 raise CalibrationError(
-                    f"'{path}', line {number}, has no text in column '{column}' (it has: "
+                    f"{place}, has no text in column '{column}' (it has: "
                     f"{columns:.200}); name it with text_column=NAME"
                 )
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise CalibrationError(
-                    f"'{path}', line {number}, is no text: character {error.start + 1} is half of "
-                    f"a surrogate pair ({text[error.start]!a}); write the text as UTF-8"
-                ) from error
             yield text
 
 
-def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[str]:
+def _parquet_column(path: Path, column: str, rendered: Rendered) -> Iterator[Any]:
     check_installed("reading parquet", "pyarrow", "pyarrow.parquet", kind=CalibrationError)
     from pyarrow import parquet
 
@@ -224,9 +270,10 @@ def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[
         batches = file.iter_batches(_ROWS, columns=columns)
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, 1):
-            if (text := _text_in(row, column, chat)) is None:
+            place = f"'{path}', row {number}"
+            if (text := _document(row, column, rendered, place)) is None:
                 raise CalibrationError(
-                    f"'{path}', row {number}, has no text in column '{column}' (it has: "
+                    f"{place}, has no text in column '{column}' (it has: "
                     f"{row.get(column)!r:.40}); leave such rows out, or name another column with "
                     "text_column=NAME"
                 )
@@ -237,7 +284,9 @@ def _parquet_column(path: Path, column: str, chat: Rendered | None) -> Iterator[
         raise CalibrationError(f"'{path}' is not a parquet file: {first_line(error)}") from error
 
 
-def _read_named(source: str, split: Split, column: str, limit: int, chat: Rendered | None) -> str:
+def _read_named(
+    source: str, split: Split, column: str, limit: int, rendered: Rendered
+) -> Iterator[Any]:
     """Read a data set of the hub; any error of its client becomes one line."""
     name, _, config = source.removeprefix("hub:").partition(":")
     of_hub = source.startswith("hub:")
@@ -258,12 +307,14 @@ def _read_named(source: str, split: Split, column: str, limit: int, chat: Render
         ) from error
     try:
         if source == "wikitext2":
-            return _SEPARATOR.join(load_dataset(*_WIKITEXT2, split=split)["text"])
+            yield _SEPARATOR.join(load_dataset(*_WIKITEXT2, split=split)["text"])
+            return
         if source == "c4":
             c4_split = "train" if split == "train" else "validation"
             files = {c4_split: _C4_SHARDS[c4_split]}
             rows = load_dataset(_C4, data_files=files, split=c4_split, streaming=True)
-            return _beginning(rows, "text", limit, None)
+            yield from _joined(_beginning(rows, "text", limit, _text_alone))
+            return
         # No split is asked for, so that an error can name all; streaming reads none of them yet.
         splits = load_dataset(name, config or None, streaming=True)
         if split not in splits:
@@ -271,27 +322,27 @@ def _read_named(source: str, split: Split, column: str, limit: int, chat: Render
                 f"'{source}' has no split '{split}' (it has: {', '.join(splits)}); calibration "
                 "reads train and evaluation test: save the split you mean to a file"
             )
-        return _beginning(splits[split], column, limit, chat)
+        yield from _joined(_beginning(splits[split], column, limit, rendered))
     except CalibrationError:
         raise
     except Exception as error:  # the hub's client may raise anything
         raise CalibrationError(offline.format(first_line(error))) from error
 
 
-def _beginning(rows: Iterable[Any], column: str, limit: int, chat: Rendered | None) -> str:
-    """Join the first documents, up to the document that reaches `limit` characters."""
-    texts, characters = [], 0
+def _beginning(rows: Iterable[Any], column: str, limit: int, rendered: Rendered) -> Iterator[Any]:
+    """Yield the first documents, up to the document that reaches `limit` characters."""
+    characters = 0
     for number, row in enumerate(rows, 1):
-        text = row if isinstance(row, str) else _text_in(row, column, chat)
+        place = f"row {number} of the data set"
+        text = row if isinstance(row, str) else _document(row, column, rendered, place)
         if text is None:
             raise CalibrationError(
-                f"row {number} of the data set has no text in column '{column}' "
+                f"{place} has no text in column '{column}' "
                 f"(it has: {', '.join(row)}); name it with text_column=NAME"
                 if isinstance(row, Mapping)
                 else f"document {number} of the text is a {type(row).__name__}, no string"
             )
-        texts.append(text)
-        characters += len(text) + len(_SEPARATOR)
+        yield text
+        characters += len(text if isinstance(text, str) else str(row)) + len(_SEPARATOR)
         if characters >= limit:
             break
-    return _SEPARATOR.join(texts)

@@ -3,9 +3,8 @@
 import filecmp
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from coec.errors import CalibrationError, CoecError, ModelError, first_line
-from coec.events import Progress, record
+from coec.errors import CalibrationError, ModelError, first_line
+from coec.events import Progress
 from coec.models.files import JsonDict, check_fetched
 from coec.models.folder import (
     CONFIG,
@@ -28,6 +27,7 @@ from coec.models.folder import (
     tokenizer_classes,
 )
 from coec.models.layout import BLOCK_WIDTHS
+from coec.text.chats import Chat, ChatTemplate, encode
 from coec.text.sources import Documents, Split, mixture, read_parts
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")
@@ -36,10 +36,6 @@ LONG_TEXT = 12_000_000
 PIECE = 1_000_000
 """Approximate number of characters of a longer text that are tokenised at once, in 0.2 GB."""
 _CUTS = ("\n\n", "\n", " ")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a turn that hold its reasoning apart from its content."""
-_FEW_ANSWERS = 0.9
-"""Share of the assistants' text; a chat template that keeps less is recorded."""
 _PROBE = "The cat sat on 3 mats.\n\nIt isn't far: naïve «数» x == y  # end"
 """Tokenizers with one vocabulary that encode this text alike count as the same."""
 _PROBED = 100
@@ -65,7 +61,8 @@ class Stream:
             if there is no text.
         chats: number of chats that the tokenizer's template rendered.
         answers: characters of the assistants' turns in these chats.
-        answers_kept: number of these characters that the template kept.
+        answers_kept: number of these characters that are in the tokens.
+        whole: the chats, of which windows are packed; none if the text is no chats.
     """
 
     ids: Int[Tensor, " n"] | Int[Tensor, "rows length"]
@@ -78,6 +75,7 @@ class Stream:
     answers: int = 0
     answers_kept: int = 0
     start: Int[Tensor, " k"] = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    whole: tuple[Chat, ...] = ()
 
     def within(self, vocabulary: int) -> "Stream":
         """Return the stream; raises CalibrationError for ids that the model does not have."""
@@ -151,20 +149,25 @@ def read_stream(
     if is_token_file(source):
         ids = _read_token_file(Path(name))
         return Stream(ids, name, digest(ids))
-    chat = _ChatTemplate(tokenizer)
-    texts = read_parts(
-        source, split=split, text_column=text_column, characters=extent.characters, chat=chat
-    )
+    template = ChatTemplate(tokenizer)
+    texts: Iterator[Any] = read_parts(
+        source, split=split, text_column=text_column, characters=extent.characters,
+        rendered=template,
+    )  # fmt: skip
+    texts = itertools.chain([first := next(texts)], texts)
+    if isinstance(first, Chat):
+        return _chats(texts, name, template, extent.tokens)
     at_once = extent.at_once or LONG_TEXT
     # Beginning of the text → digest, special tokens around it → ids, at once or in pieces
     pieces, characters = [], 0
     for text in texts:
+        _check_kind(text, str, name)
         pieces.append(text)
         characters += len(text)
         if characters > at_once:
             break
     beginning = "".join(pieces)
-    loaded = chat.tokenizer
+    loaded = template.tokenizer
     sha256 = hashlib.sha256(beginning[:at_once].encode()).hexdigest()
     ends = _special_ends(loaded, beginning[:_PROBED].strip() or _PROBE)
     special = loaded.num_special_tokens_to_add()
@@ -177,99 +180,32 @@ def read_stream(
         tell("tokenising", 0, characters)
         ids = encode(loaded, beginning)
         tell("tokenising", characters, characters)
-    chat.check_answers(name)
+    return Stream(ids, name, sha256, special, characters, in_pieces, start=ends[0])
+
+
+def _chats(chats: Iterable[Any], name: str, template: ChatTemplate, needed: int | None) -> Stream:
+    """Return the tokens of chats, which are read until there are enough."""
+    whole, tokens, in_pieces = list[Chat](), 0, False
+    for chat in chats:
+        if in_pieces := needed is not None and tokens >= needed:
+            break
+        _check_kind(chat, Chat, name)
+        whole.append(chat)
+        tokens += len(chat.ids)
+    template.check_answers(name)
+    ids = torch.cat([chat.ids for chat in whole])
     return Stream(
-        ids, name, sha256, special, characters, in_pieces, chat.count, chat.answers,
-        chat.answers_kept, ends[0],
+        ids, name, digest(ids), 0, sum(chat.characters for chat in whole), in_pieces,
+        template.count, template.answers, template.answers_kept, whole=tuple(whole),
     )  # fmt: skip
 
 
-class _ChatTemplate:
-    """Renders chats by the tokenizer's own template; counts them, and what it keeps of answers.
-
-    Args:
-        load: loads the tokenizer, where there is text.
-    """
-
-    def __init__(self, load: Callable[[], PreTrainedTokenizerBase]) -> None:
-        self._load, self.count, self.answers, self.answers_kept = load, 0, 0, 0
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer."""
-        return self._load()
-
-    def __call__(self, messages: list[Any]) -> str:
-        self.count += 1
-        if not self.tokenizer.chat_template:
-            raise CalibrationError(
-                "the text is chats, and the model's tokenizer has no chat template to write them "
-                "with: give text, or add the template of its instruct model (chat_template.jinja)"
-            )
-        try:
-            turns = [_turn(message) for message in messages]
-            text = str(self.tokenizer.apply_chat_template(turns, tokenize=False))
-            lines = list(_answered(turns))
-            self.answers += sum(map(len, lines))
-            self.answers_kept += sum(len(line) for line in lines if line in text)
-            return text
-        except CoecError:
-            raise
-        except Exception as error:  # a template is a program
-            raise CalibrationError(
-                f"chat {self.count} cannot be rendered by the tokenizer's chat template "
-                f"({first_line(error)}): give text, or messages with role and content"
-            ) from error
-
-    def check_answers(self, source: str) -> None:
-        """Record that chats have no answers, or that the template dropped much of them."""
-        if not self.count:
-            return
-        if not self.answers:
-            record(f"no chat of '{source}' has an assistant's turn: its text is prompts alone")
-        elif self.answers_kept < _FEW_ANSWERS * self.answers:
-            record(
-                f"the chat template dropped {1 - self.answers_kept / self.answers:.0%} of the "
-                f"assistants' text of '{source}', as templates do with reasoning before </think>: "
-                "to keep it, give text that is rendered already, or mend chat_template.jinja"
-            )
-
-
-def chat_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that a tokenizer's chat template writes before a user's first words.
-
-    Empty where there is no template, or one that a lone user's turn does not fit.
-    """
-    if not tokenizer.chat_template:
-        return []
-    words = "coec"  # any that a template does not change
-    try:
-        turns = [{"role": "user", "content": words}]
-        start, found, _ = str(tokenizer.apply_chat_template(turns, tokenize=False)).partition(words)
-    except Exception as error:  # a template is a program
-        record(f"the chat template was not used to sample text: {first_line(error)}")
-        return []
-    return encode(tokenizer, start, special=False).tolist() if found else []
-
-
-def _turn(message: Any) -> Any:
-    """Return a message as templates take it, one of the ShareGPT format translated."""
-    if isinstance(message, Mapping) and "from" in message:
-        speaker = message["from"]
-        roles = {"human": "user", "gpt": "assistant"}
-        return {"role": roles.get(speaker, speaker), "content": message["value"]}
-    return message
-
-
-def _answered(turns: Iterable[Any]) -> Iterator[str]:
-    """Yield the lines of the assistants' turns, reasoning that stands apart included."""
-    for turn in (t for t in turns if isinstance(t, Mapping) and t.get("role") == "assistant"):
-        content = turn.get("content")
-        parts = content if isinstance(content, list) else [content]
-        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-        for text in (*texts, *(turn.get(name) for name in _REASONING)):
-            if isinstance(text, str):
-                yield from (line.strip() for line in text.splitlines() if line.strip())
+def _check_kind(document: Any, kind: type, name: str) -> None:
+    if not isinstance(document, kind):
+        raise CalibrationError(
+            f"'{name}' has rows of text and rows that are chats: give them as two texts, "
+            "a.jsonl,b.jsonl"
+        )
 
 
 def _encode_pieces(
@@ -431,21 +367,6 @@ def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: boo
             f"'{folder}' and its baseline '{baseline}' have different tokenizers: the baseline "
             "must be the dense model it was pruned from"
         )
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True
-) -> Int[Tensor, " n"]:
-    """Tokenise a text, by default with special tokens; raises ModelError if that fails."""
-    try:
-        # verbose=False: the warning about texts longer than the model is meant for other uses.
-        ids = tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int64)
-    except Exception as error:  # a damaged tokenizer_config.json may only fail here
-        raise ModelError(
-            f"the tokenizer of '{tokenizer.name_or_path}' fails on a text ({first_line(error)}): "
-            "mend its files"
-        ) from error
 
 
 def _encode_later_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> Int[Tensor, " n"]:

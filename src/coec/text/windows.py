@@ -14,10 +14,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from coec.errors import CalibrationError, OptionError
-from coec.events import Progress
+from coec.events import Progress, record
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, sha256
-from coec.text.sources import Documents, is_named, mixture, read_parts
+from coec.text.chats import packed
+from coec.text.sources import OWN, Documents, is_named, is_own, mixture, read_parts
 from coec.text.tokens import (
     PIECE,
     Extent,
@@ -127,10 +128,6 @@ def shares(source: Any, samples: int) -> list[tuple[Any, int]]:
     if len(sources) == 1:
         return [(source, samples)]
     names, weights = zip(*sources, strict=True)
-    if "self" in names:
-        raise CalibrationError(
-            f"'{source}' mixes a text with what the model writes: leave self out, or the texts"
-        )
     if not all(names) or not all(weights) or len(set(names)) < len(names):
         raise CalibrationError(
             f"'{source}' is no mixture: write SOURCE=SHARE,SOURCE=SHARE, with every share above 0 "
@@ -166,6 +163,8 @@ def mixed(drawn: Sequence[Windows], source: str) -> Windows:
         source=source,
         text_sha256=",".join(windows.text_sha256 for windows in drawn),
         in_pieces=any(windows.in_pieces for windows in drawn),
+        bos=any(windows.bos for windows in drawn),
+        bos_cross_entropy=next((w.bos_cross_entropy for w in drawn if w.bos_cross_entropy), None),
         **{name: sum(getattr(windows, name) for windows in drawn) for name in counts},
     )
 
@@ -250,8 +249,9 @@ def validation_count(n: int, fraction: float) -> int:
 
 
 def _windows(stream: Stream, rows: Int[Tensor, "n length"], bos: bool) -> Windows:
-    origin = {name: value for name, value in vars(stream).items() if name != "start"}
-    return Windows(**origin | {"ids": rows, "available": stream.ids.numel(), "bos": bos})
+    origin = {n: value for n, value in vars(stream).items() if n not in ("start", "whole")}
+    begun = bos and len(stream.start) > 0
+    return Windows(**origin | {"ids": rows, "available": stream.ids.numel(), "bos": begun})
 
 
 def _cut(stream: Stream, seq_len: int, bos: bool) -> Int[Tensor, "n length"]:
@@ -263,6 +263,14 @@ def _cut(stream: Stream, seq_len: int, bos: bool) -> Int[Tensor, "n length"]:
                 f"pass seq_len={ids.shape[1]}, or save one long row"
             )
         return ids
+    if stream.whole:
+        windows, cut = packed(stream.whole, seq_len)
+        if cut:
+            record(
+                f"{cut} of {len(windows)} windows of '{stream.source}' end in a user's turn, since "
+                "its answers are short: chats of other lengths, or another seq_len, would fill them"
+            )
+        return windows
     # The tokenizer's start comes before every window, which has so much less text.
     check_start(seq_len, len(start))
     width, ids = seq_len - len(start), ids[len(start) :]
@@ -305,19 +313,25 @@ def source_digest(source: str | Path | Tensor | np.ndarray | Documents) -> str:
     if len(sources := mixture(source)) > 1:
         return ",".join(f"{source_digest(name)}={share}" for name, share in sources)
     if isinstance(source, Documents):
-        text = "".join(read_parts(source, split="train", chat=json.dumps))
+        text = "".join(read_parts(source, split="train", rendered=_written))
         return hashlib.sha256(text.encode()).hexdigest()
     if not isinstance(source, str | Path):
         return digest(token_ids(source))
     name = str(source)
-    if source == "self" or (is_named(name) and not is_token_file(name)):
+    if source == OWN or (is_named(name) and not is_token_file(name)):
         return name  # a file of that name in the working folder is not read
+    if is_own(name):
+        return f"{OWN}:{source_digest(name.removeprefix(f'{OWN}:'))}"
     try:
         return sha256(Path(source))
     except FileNotFoundError:
         return name
     except OSError as error:
         raise CalibrationError(f"'{source}' cannot be read: {error.strerror}") from error
+
+
+def _written(document: str | list[Any]) -> str:
+    return document if isinstance(document, str) else json.dumps(document)
 
 
 def text_stream(
