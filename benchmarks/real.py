@@ -111,7 +111,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "self-written": {"text": "self"},
     "LoRA 8": {"lora": 8},
     "LoRA 64": {"lora": 64},
-    "teacher stored": {"teacher": "stored"},
+    "teacher stored": {"predictions": "stored"},
 }
 """Ways to train a start, by what they differ in from all weights on WikiText-2 train."""
 TRAININGS = {

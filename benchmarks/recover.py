@@ -142,7 +142,7 @@ def measure(case: Case, shared: Path, starts: Path, python: float) -> dict[str, 
             )
         out, tokens = f"{scratch}/out", SPEED[case.model] * case.seconds
         common += ["--lora", str(case.lora)] if case.lora else []
-        common += ["--teacher", "stored"] if case.stored else []
+        common += ["--predictions", "stored"] if case.stored else []
         command = ["recover", str(dense), str(pruned), out, "--text", text, "--tokens", str(tokens)]
         command += common
         numbers = spent([sys.executable, "-m", "coec", *command])

@@ -29,9 +29,9 @@ def text(tmp_path_factory):
     return str(path)
 
 
-def made(folder, kind="qwen2", *, of="llama", dtype=torch.float64, **changes):
+def made(folder, kind="qwen2", *, of="llama", dtype=torch.float64, rows=bt.SIZE, **changes):
     """A model with a tokenizer that merges, ids in every file, and rows to spare."""
-    model = tm.tiny(of, dtype, vocab_size=bt.SIZE, eos_token_id=[1, 379], pad_token_id=0, **changes)
+    model = tm.tiny(of, dtype, vocab_size=rows, eos_token_id=[1, 379], pad_token_id=0, **changes)
     model.generation_config.suppress_tokens = [378, 5]
     tm.save(model, folder, tokenizer=False)
     (bt.save_pieces if kind == "pieces" else bt.save_bytes)(
@@ -286,3 +286,19 @@ def test_a_training_follows_the_dense_model_on_the_tokens_that_stay(changes, pru
         dense, tmp_path / "fewer", tmp_path / "self", **settings | {"text": "self"}
     )
     assert written.recoveries[-1]["held_out"]["before"] > 1e-3
+
+
+def test_another_teacher_loses_the_same_tokens(prune, dense, text, tmp_path):
+    teacher = shutil.copytree(dense, tmp_path / "teacher")
+    prune()
+    settings = {"text": text, "tokens": 256, "seq_len": 32, "learning_rate": 1e-3}
+    models = dense, tmp_path / "out"
+    record = coec.recover(*models, tmp_path / "a", teacher=teacher, **settings).recoveries[-1]
+    assert record["held_out"]["before"] == pytest.approx(0, abs=1e-9)
+    tm.edit_weights(teacher, lambda tensors: tensors["model.norm.weight"].mul_(2))
+    record = coec.recover(*models, tmp_path / "b", teacher=teacher, **settings).recoveries[-1]
+    assert record["held_out"]["before"] > 1e-3
+    larger = made(tmp_path / "larger", rows=bt.SIZE + 16)
+    with one_line(ModelError, f"vocabulary of {bt.SIZE + 16}, the dense model one of {bt.SIZE}"):
+        coec.recover(*models, tmp_path / "c", teacher=larger, **settings)
+    assert not (tmp_path / "c.partial").exists()

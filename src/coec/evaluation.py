@@ -234,7 +234,8 @@ def _check_baseline(model: Dense | Loaded, dense: Dense, trust_remote_code: bool
             f"{dense.vocabulary}), and predict other tokens: give the dense model that it was "
             "pruned from, or leave out baseline and compare nats_per_character"
         )
-    check_same_tokenizer(model.folder, dense.folder, trust_remote_code=trust_remote_code)
+    advice = "the baseline must be the dense model it was pruned from"
+    check_same_tokenizer(model.folder, dense.folder, advice, trust_remote_code=trust_remote_code)
 
 
 def _result(

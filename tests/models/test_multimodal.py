@@ -229,8 +229,14 @@ def test_what_cannot_be_is_refused(models, tokens, tmp_path):
     with pytest.raises(OptionError, match="by_block"):
         coec.prune(models["llava"], tmp_path / "out", **settings, by_block=True)
     coec.prune(models["llava"], tmp_path / "out", **settings)
-    with pytest.raises(OptionError, match="trains models of language alone, and .* inside Llava"):
+    with pytest.raises(OptionError, match="models of language alone, and .*llava.* inside Llava"):
         coec.recover(models["llava"], tmp_path / "out", tmp_path / "trained", text=tokens)
+    alone = tm.save(tm.tiny("llama", torch.float32), tmp_path / "alone")
+    coec.prune(alone, tmp_path / "of-alone", **settings)
+    with pytest.raises(OptionError, match="models of language alone, and .*llava.* inside Llava"):
+        coec.recover(
+            alone, tmp_path / "of-alone", tmp_path / "trained", text=tokens, teacher=models["llava"]
+        )
     copy = shutil.copytree(models["llava"], tmp_path / "copy")
     said = json.loads((copy / "config.json").read_text())
     said["text_config"]["model_type"] = "mamba"

@@ -80,7 +80,7 @@ def test_the_command_says_when_nothing_was_gained(run, dense, pruned, tokens, tm
 def test_a_dry_run_shows_the_ways_and_writes_nothing(run, dense, pruned, tokens, tmp_path):
     status, out, _ = run("recover", dense, pruned, "--dry-run", *FLAGS)
     assert status == 0
-    ways = ("all weights", "optimizer=adamw-8bit", "lora=16", "teacher=stored")
+    ways = ("all weights", "optimizer=adamw-8bit", "lora=16", "predictions=stored")
     assert [words in out for words in ways] == [True] * 4
     _, out, _ = run("recover", dense, pruned, tmp_path / "out", "--dry-run", *FLAGS, "--json")
     ways = json.loads(out)["ways"]

@@ -150,7 +150,7 @@ def test_few_windows_are_read_a_few_times_and_no_more(recover):
 def test_predictions_that_were_stored_stand_for_the_teacher(recover, monkeypatch):
     monkeypatch.setattr(text, "TOP", tm.VOCABULARY)
     one, other = (
-        recover(place, teacher=place).recoveries[-1]["held_out"] for place in ("beside", "stored")
+        recover(kind, predictions=kind).recoveries[-1]["held_out"] for kind in ("live", "stored")
     )
     assert other["before"] == pytest.approx(one["before"], rel=1e-3)
     assert other["after"] == pytest.approx(one["after"], rel=5e-3)
@@ -291,7 +291,7 @@ BAD = {
     "another dense model": ({}, ModelError, "was not made from"),
     "no report": ({}, ModelError, "no coec.json in"),
     "two budgets": ({"minutes": 1}, OptionError, "tokens and minutes"),
-    "minutes": ({"tokens": None, "minutes": 1, "teacher": "stored"}, OptionError, "teacher=stored"),
+    "minutes": ({"tokens": None, "minutes": 1, "predictions": "stored"}, OptionError, "=stored"),
     "nothing": ({"tokens": 0}, OptionError, "tokens"),
     "words": ({"tokens": "many"}, OptionError, "tokens"),
     "batch": ({"batch_size": 100}, OptionError, "batch_size"),

@@ -24,8 +24,8 @@ LARGEST_CARD = 2**20
 TAKEN = ("license", "license_name", "license_link", "language")
 """Entries of a dense model's card that also hold for models made from it."""
 _TRAINED_WITH = (
-    "tokens", "lora", "teacher", "seq_len", "seed", "forward_dtype", "learning_rate",
-    "cross_entropy", "batch_size",
+    "tokens", "lora", "teacher", "predictions", "seq_len", "seed", "forward_dtype",
+    "learning_rate", "cross_entropy", "batch_size",
 )  # fmt: skip
 """Settings of a training that the card's command gives."""
 
@@ -35,7 +35,7 @@ def origin(name: str, folder: Path) -> tuple[JsonDict, list[str]]:
 
     And a note where the dense card cannot be read.
     """
-    fields = {"base_model": folder.name if Path(name).is_dir() else name}
+    fields = {"base_model": public_name(name, folder)}
     path = folder / CARD
     try:
         if not path.is_file():
@@ -49,6 +49,11 @@ def origin(name: str, folder: Path) -> tuple[JsonDict, list[str]]:
     return fields | {
         key: metadata[key] for key in TAKEN if key in metadata and _is_text(metadata[key])
     }, []
+
+
+def public_name(name: str, folder: Path) -> str:
+    """Return a model's name on the hub, or the last name of its folder: places are private."""
+    return folder.name if Path(name).is_dir() else name
 
 
 def _is_text(value: Any) -> bool:
@@ -162,9 +167,13 @@ def _recovered(report: Report) -> str:
     lines = ["", "## Recovered", "", "The errors above are those before this training.", ""]
     for record in report.recoveries:
         validation = record["held_out"]
-        gain = f"KL to the dense model {validation['before']:.4f} → {validation['after']:.4f}"
-        if not record["improved"]:
-            gain = f"KL to the dense model {validation['before']:.4f}, which no state was below"
+        teacher = "the dense model"
+        if record["teacher"] is not None:
+            teacher = f"`{record['teacher']}`, which taught it,"
+        gain = f"KL to {teacher} {validation['before']:.4f}"
+        gain += (
+            f" → {validation['after']:.4f}" if record["improved"] else ", which no state was below"
+        )
         weights = f"additions of rank {record['lora']}" if record["lora"] else "all weights"
         lines.append(
             f"- {weights}, {record['tokens']:,} tokens of `{record['text']['source']}` "

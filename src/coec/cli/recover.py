@@ -32,7 +32,7 @@ def recover_command(
     out: Annotated[Path | None, argument("Folder to make; --dry-run needs none.", "OUT")] = None,
     **flags: Any,
 ) -> None:
-    """Train PRUNED to predict as DENSE does, and write the best state to OUT.
+    """Train PRUNED to predict as DENSE or --teacher does, and write the best state to OUT.
 
     The best state has the lowest KL on validation windows; OUT is never worse than PRUNED there. If
     a run is killed, repeat the command: it resumes. On several GPUs: torchrun -m coec recover …
@@ -71,7 +71,11 @@ def recovery_lines(report: "Report") -> Iterator[str]:
         f"({record['passes']:.2g} passes), learning rate {record['learning_rate']:.2g}"
     )
     windows = f"{validation['windows']} validation windows"
-    divergence = f"KL to dense      {validation['before']:.4f}"
+    label = "KL to dense"
+    if record["teacher"] is not None:
+        yield f"{'taught by':<17}{record['teacher']}"
+        label = "KL to teacher"
+    divergence = f"{label:<17}{validation['before']:.4f}"
     if record["improved"]:
         gain = 1 - validation["after"] / validation["before"]
         yield f"{divergence} → {validation['after']:.4f} (−{gain:.0%}) on {windows}"
@@ -99,7 +103,7 @@ def ways_to_train(
     recovery = Recovery(**settings)
     device = choose_device(recovery.device)
     free = FreeMemory.of(device).computing
-    ways = plan.footprints(dense, pruned, recovery, device, free)
+    ways = plan.footprints(recovery.teacher or dense, pruned, recovery, device, free)
     rate = product_rate(device, ways[0].dtype)
     # A line and a record for every way to train; the way that would be chosen comes first
     rows, records = [], []

@@ -1,6 +1,7 @@
 """The settings of `coec recover`."""
 
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
@@ -22,7 +23,7 @@ class Recovery(Settings):
 
     text: Any = setting("wikitext2")
     """Text to train on: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train
-    splits); self (text that the dense model writes); a .txt, .jsonl, .parquet, .npy or .safetensors
+    splits); self (text that the teacher writes); a .txt, .jsonl, .parquet, .npy or .safetensors
     file; or a mixture, as in calibration."""
     tokens: int | None = setting(None, ge=1, otherwise="10M, unless minutes are given")
     """Number of tokens to train on, such as 300k or 20M."""
@@ -39,8 +40,8 @@ class Recovery(Settings):
     """`adamw`, or `adamw-8bit`, whose two moments take one byte each instead of four (needs
     torchao)."""
     cross_entropy: float = setting(0.0, ge=0, le=1)
-    """Share of the text's own cross-entropy in the loss; the rest is the divergence from the dense
-    model."""
+    """Share of the text's own cross-entropy in the loss; the rest is the divergence from the
+    teacher."""
     batch_size: int | None = setting(
         None,
         ge=1,
@@ -50,9 +51,12 @@ class Recovery(Settings):
     """Windows per optimiser step."""
     seq_len: int | None = setting(None, ge=2, otherwise="2048, or the model's maximum if less")
     """Tokens per window."""
-    teacher: Literal["beside", "stored"] = setting("beside")
-    """The dense model: `beside` the pruned one in memory, or its most probable next tokens `stored`
-    on the disk before training."""
+    teacher: str | Path | None = setting(None, otherwise="the dense model")
+    """Model to learn from, by folder or hub name, such as a larger or fine-tuned one with the same
+    tokenizer."""
+    predictions: Literal["live", "stored"] = setting("live")
+    """Predictions of the teacher: `live` if it is in memory during training, or its most probable
+    next tokens `stored` on the disk before."""
     checkpointing: bool | None = setting(None, otherwise="on if activations would not fit")
     """Gradient checkpointing: recompute activations, which takes less memory and a third more
     time."""
@@ -88,8 +92,8 @@ class Recovery(Settings):
     def _one_budget(self) -> "Recovery":
         if self.tokens is not None and self.minutes is not None:
             raise OptionError("tokens and minutes are both a budget: give one of them")
-        if self.minutes is not None and self.teacher == "stored":
-            raise OptionError("minutes cannot be a budget with teacher=stored: give tokens")
+        if self.minutes is not None and self.predictions == "stored":
+            raise OptionError("minutes cannot be a budget with predictions=stored: give tokens")
         return self
 
     def windows_per_step(self, seq_len: int, tokens: int | None) -> int:
@@ -114,5 +118,5 @@ class Recovery(Settings):
 
     @property
     def own(self) -> bool:
-        """True if the dense model writes the text."""
+        """True if the teacher writes the text."""
         return isinstance(self.text, str) and self.text == "self"

@@ -1,4 +1,4 @@
-"""Recover what pruning lost: train a pruned model to predict as its dense model does.
+"""Recover what pruning lost: train a pruned model to predict as its dense model, or another, does.
 
 Check, read the text, store the teacher's predictions if it is not kept in memory, train, compare
 with the start on the validation windows, write. A run that was killed resumes at its last state.
@@ -44,7 +44,7 @@ def recover(
     progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Report:
-    """Train a pruned model to predict as its dense model does, and write the best state.
+    """Train a pruned model to predict as its dense model, or a teacher, does; write the best state.
 
     The loss is the divergence of the predictions at every token; transformers' Trainer trains. The
     state that is best on validation windows, which are not trained on, is written; if none is
@@ -77,6 +77,7 @@ def recover(
     for model in (dense, pruned):
         check_output(target, model.folder, force=force or unfinished(target))
     job = Job.checked(dense, pruned, target, recovery, trust=trust_remote_code)
+    check_output(target, job.teacher.folder, force=force or unfinished(target))
     with contextlib.ExitStack() as stack:
         pieces = None
         if job.processes.is_main_process:  # it alone has the journal

@@ -135,6 +135,7 @@ def loss_of(
     model: Any,
     teacher: PreTrainedModel | None,
     inputs: Mapping[str, Tensor],
+    vocabulary: int,
     *,
     narrow: bool = False,
     cross_entropy: float = 0.0,
@@ -145,6 +146,8 @@ def loss_of(
         model: the student.
         teacher: predicts the windows; None if the inputs hold its predictions.
         inputs: the windows, as `Examples` have them.
+        vocabulary: number of tokens that the teacher predicts; the student's further logits, which
+            pad its vocabulary, do not count.
         narrow: True if products are bfloat16 and weights float32.
         cross_entropy: as in `distillation_loss`.
     """
@@ -156,18 +159,24 @@ def loss_of(
             target = teacher(input_ids=ids, use_cache=False).logits
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=narrow):
         outputs = model(input_ids=ids, use_cache=False)
-    return distillation_loss(outputs.logits, target, ids, cross_entropy), outputs
+    logits = outputs.logits[..., :vocabulary]
+    return distillation_loss(logits, target, ids, cross_entropy), outputs
 
 
 @torch.no_grad()
-def divergence(student: Any, teacher: PreTrainedModel | None, examples: Examples) -> float:
-    """Return the mean KL(teacher ‖ student) per token over windows, in nats."""
+def divergence(
+    student: Any, teacher: PreTrainedModel | None, examples: Examples, vocabulary: int
+) -> float:
+    """Return the mean KL(teacher ‖ student) per token over windows, in nats.
+
+    `vocabulary` is as in `loss_of`.
+    """
     student.eval()
     total = 0.0
     for number in range(len(examples)):
         example = examples[number].items()
         inputs = {name: tensor[None].to(student.device) for name, tensor in example}
-        total += float(loss_of(student, teacher, inputs)[0])
+        total += float(loss_of(student, teacher, inputs, vocabulary)[0])
     return total / len(examples)
 
 
@@ -195,8 +204,9 @@ class Distillation(Trainer):
         """Return the mean loss of some windows; for validation windows the divergence alone."""
         share = self._job.recovery.cross_entropy if model.training else 0.0
         loss, outputs = loss_of(
-            model, self._teacher, inputs, narrow=self._job.narrow, cross_entropy=share
-        )
+            model, self._teacher, inputs, self._job.vocabulary, narrow=self._job.narrow,
+            cross_entropy=share,
+        )  # fmt: skip
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *unused: Any, **more: Any) -> Any:

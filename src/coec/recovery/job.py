@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from coec.checkpoint.card import public_name
 from coec.checkpoint.folder import check_space, partial_of
 from coec.checkpoint.report import Report
 from coec.config.recovery import Recovery
 from coec.devices import choose_device, computed_by
-from coec.errors import ModelError, OptionError, check_installed
+from coec.errors import CalibrationError, ModelError, OptionError, check_installed
+from coec.events import Progress
 from coec.models.dense import Dense
-from coec.models.description import Description
 from coec.models.files import JsonDict, read_tensors
 from coec.models.folder import REPORT
 from coec.models.renumbering import VOCABULARY, Renumbering
@@ -26,7 +27,7 @@ from coec.planning.kept import KEPT
 from coec.recovery import plan
 from coec.recovery.text import read_windows
 from coec.text.tokens import check_same_tokenizer, source_of
-from coec.text.windows import source_digest
+from coec.text.windows import Windows, source_digest
 
 RATE, LORA_FACTOR = 0.55, 10
 """The learning rate is RATE · rms(W) · √(windows · KL) / width, with the windows of a step and the
@@ -44,6 +45,7 @@ class Job:
 
     Attributes:
         dense, pruned: the models.
+        teacher: the model to learn from; the dense one unless another is set.
         report: of the pruning.
         recovery: the settings.
         seq_len: tokens per window.
@@ -55,6 +57,7 @@ class Job:
 
     dense: Dense
     pruned: Dense
+    teacher: Dense
     report: Report
     recovery: Recovery
     seq_len: int
@@ -68,15 +71,22 @@ class Job:
         cls, dense: Dense, pruned: Dense, out: Path, recovery: Recovery, *, trust: bool
     ) -> "Job":
         """Check everything that can be known before work; raises CoecError."""
-        check_alone(dense)
+        teacher = Dense.open(recovery.teacher or dense)
+        for model in (dense, teacher):
+            check_alone(model)
         report = _check_kinship(dense, pruned, trust=trust)
-        seq_len = plan.window_length(dense, pruned, recovery)
-        way = plan.check_plan(dense, pruned, recovery)
+        _check_teacher(teacher, dense, report, trust=trust)
+        seq_len = plan.window_length(teacher, pruned, recovery)
+        way = plan.check_plan(teacher, pruned, recovery)
         check_space(out, way.disk)
-        check_text(pruned, recovery, seq_len, trust=trust)
         # If no setting says whether activations are recomputed, the plan does.
-        device, checkpointing = choose_device(recovery.device), bool(way.recovery.checkpointing)
-        return cls(dense, pruned, report, recovery, seq_len, device, checkpointing, out, trust)
+        job = cls(
+            dense, pruned, teacher, report, recovery, seq_len, choose_device(recovery.device),
+            bool(way.recovery.checkpointing), out, trust,
+        )  # fmt: skip
+        if not recovery.own:
+            job.windows(2)
+        return job
 
     @property
     def processes(self) -> Any:
@@ -93,7 +103,7 @@ class Job:
     @property
     def at_once(self) -> int:
         """Largest number of windows whose logits are in memory together."""
-        return plan.windows_per_pass(self.dense, self.seq_len, self.device)
+        return plan.windows_per_pass(self.teacher, self.seq_len, self.device)
 
     @property
     def partial(self) -> Path:
@@ -107,6 +117,7 @@ class Job:
             "recovery": identity_of(self.recovery),
             "dense": self.dense.digest,
             "pruned": self.pruned.digest,
+            "teacher": self.teacher.digest,
             "computed_by": computed_by(self.device),
         }
 
@@ -127,12 +138,45 @@ class Job:
         rate = RATE * math.sqrt(batch * min(start, 1.0)) / self.dense.shape.hidden * median(sizes)
         return rate * (1 if self.recovery.lora is None else LORA_FACTOR)
 
-    def teacher(self) -> PreTrainedModel:
-        """Build the dense model, which is not trained, with the vocabulary of the pruned model."""
-        network = self._loaded(self.dense, self.device).requires_grad_(requires_grad=False)
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that are compared: the shorter of the two models' vocabularies.
+
+        If the pruning changed the vocabulary, the teacher gets the new one.
+        """
         if VOCABULARY in self.report.plan["widths"]:
-            before, size = self.dense.vocabulary, self.pruned.vocabulary
-            kept = read_tensors(self.pruned.folder / KEPT).get(VOCABULARY, torch.arange(before))
+            return self.pruned.vocabulary
+        return min(self.teacher.vocabulary, self.pruned.vocabulary)
+
+    @property
+    def taught_by(self) -> JsonDict:
+        """The teacher's name and digest for the report; no name if it is the dense model."""
+        name = self.recovery.teacher and public_name(self.teacher.name, self.teacher.folder)
+        return {"teacher": name, "teacher_sha256": self.teacher.digest}
+
+    def windows(self, count: int, progress: Progress | None = None) -> Windows:
+        """Cut the first windows of the text; raises CalibrationError for ids without a token."""
+        windows = read_windows(
+            self.pruned, self.recovery, self.seq_len, count, trust_remote_code=self.trust,
+            progress=progress,
+        )  # fmt: skip
+        if (largest := int(windows.ids.max())) >= self.vocabulary:
+            raise CalibrationError(
+                f"'{windows.source}' has the token id {largest}, the teacher's vocabulary has "
+                f"{self.vocabulary}: give a text or a teacher with the same tokens"
+            )
+        return windows
+
+    def teacher_network(self) -> PreTrainedModel:
+        """Build the teacher, which is not trained, with the tokens that are compared."""
+        network = self._loaded(self.teacher, self.device).requires_grad_(requires_grad=False)
+        # Tokens of the pruned model, or the first ones if only the padding differs
+        before, size = self.teacher.vocabulary, self.vocabulary
+        kept = torch.arange(min(before, size))
+        changed = VOCABULARY in self.report.plan["widths"]
+        if changed:
+            kept = read_tensors(self.pruned.folder / KEPT).get(VOCABULARY, kept)
+        if changed or size < before:
             Renumbering(kept, before, size).cut(network)
         return network
 
@@ -187,11 +231,12 @@ def recovery_of(settings: Mapping[str, Any]) -> Recovery:
     return recovery.model_copy(update={"text": source_of(recovery.text, recovery.text_column)})
 
 
-def check_alone(dense: Description) -> None:
+def check_alone(model: Dense) -> None:
     """Raise OptionError for a language model inside another, which no training writes back."""
-    if dense.around is not None:
+    if model.around is not None:
         raise OptionError(
-            f"recover trains models of language alone, and this is one inside {dense.around.name}"
+            f"recover takes models of language alone, and '{model.name}' is one inside "
+            f"{model.around.name}: give another model"
         )
 
 
@@ -202,8 +247,8 @@ def check_text(model: Dense, recovery: Recovery, seq_len: int, *, trust: bool) -
 
 
 def identity_of(recovery: Recovery) -> JsonDict:
-    """Return the settings that determine a result; the text by its content."""
-    return recovery.record("device", "text") | {"text": source_digest(recovery.text)}
+    """Return the settings that determine a result, but for models; the text by its content."""
+    return recovery.record("device", "text", "teacher") | {"text": source_digest(recovery.text)}
 
 
 def _check_kinship(dense: Dense, pruned: Dense, *, trust: bool) -> Report:
@@ -214,7 +259,8 @@ def _check_kinship(dense: Dense, pruned: Dense, *, trust: bool) -> Report:
         )
     report = Report.read(pruned.folder)
     if VOCABULARY not in report.plan["widths"]:
-        check_same_tokenizer(pruned.folder, dense.folder, trust_remote_code=trust)
+        advice = "give the dense model that it was pruned from"
+        check_same_tokenizer(pruned.folder, dense.folder, advice, trust_remote_code=trust)
     if dense.digest != report.model_sha256:
         raise ModelError(
             f"'{pruned.folder}' was not made from '{dense.folder}', whose weights are others: give "
@@ -222,3 +268,14 @@ def _check_kinship(dense: Dense, pruned: Dense, *, trust: bool) -> Report:
         )
     pruned.check_values()
     return report
+
+
+def _check_teacher(teacher: Dense, dense: Dense, report: Report, *, trust: bool) -> None:
+    """Raise ModelError unless a teacher has the tokens of the dense model."""
+    advice = "the teacher must have the tokenizer of the dense model"
+    check_same_tokenizer(teacher.folder, dense.folder, advice, trust_remote_code=trust)
+    if VOCABULARY in report.plan["widths"] and teacher.vocabulary != dense.vocabulary:
+        raise ModelError(
+            f"the teacher '{teacher.name}' has a vocabulary of {teacher.vocabulary}, the dense "
+            f"model one of {dense.vocabulary}: they must be equal if the pruning changed it"
+        )

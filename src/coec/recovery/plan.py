@@ -72,11 +72,11 @@ class Footprint:
     @property
     def flags(self) -> str:
         """The settings that make this way, in words."""
-        rank, teacher = self.recovery.lora, self.recovery.teacher
+        rank, stored = self.recovery.lora, self.recovery.predictions == "stored"
         weights = "all weights" if rank is None else f"lora={rank}"
         kept = ", activations recomputed" if self.recovery.checkpointing else ""
         moments = "" if self.recovery.optimizer == "adamw" else ", optimizer=adamw-8bit"
-        return f"{weights}{moments}{', teacher=stored' if teacher == 'stored' else ''}{kept}"
+        return f"{weights}{moments}{', predictions=stored' if stored else ''}{kept}"
 
 
 def pass_dtype(model: Description, recovery: Recovery, device: torch.device) -> torch.dtype:
@@ -94,14 +94,14 @@ def windows_per_pass(model: Description, seq_len: int, device: torch.device) -> 
     return max(1, logits // (seq_len * model.vocabulary))
 
 
-def window_length(dense: Description, pruned: Description, recovery: Recovery) -> int:
+def window_length(teacher: Description, pruned: Description, recovery: Recovery) -> int:
     """Return the tokens of a window; raises OptionError if a model has fewer positions."""
-    positions = min(dense.positions, pruned.positions)
+    positions = min(teacher.positions, pruned.positions)
     return resolve_seq_len(recovery.seq_len, positions, DEFAULT_SEQ_LEN)
 
 
 def footprints(
-    dense: str | Path | Description,
+    teacher: str | Path | Description,
     pruned: str | Path | Description,
     recovery: Recovery,
     device: torch.device,
@@ -112,15 +112,15 @@ def footprints(
     Activations are recomputed if they would not fit and no setting decides it.
 
     Args:
-        dense, pruned: models, by folder or description.
+        teacher, pruned: models, by folder or description.
         recovery: the settings.
         device: where it is trained.
         free: free bytes of the device; None if they are not known.
     """
-    before, after = Description.read(dense), Description.read(pruned)
-    seq_len = window_length(before, after, recovery)
-    # As asked, with moments of a byte, with additions, with a stored teacher
-    additions, stored = {"lora": recovery.lora or USUAL_RANK}, {"teacher": "stored"}
+    models = Description.read(teacher), Description.read(pruned)
+    seq_len = window_length(*models, recovery)
+    # As asked, with moments of a byte, with additions, with stored predictions
+    additions, stored = {"lora": recovery.lora or USUAL_RANK}, {"predictions": "stored"}
     changes: list[dict[str, Any]] = [{}, additions]
     if recovery.minutes is None:
         changes.append(additions | stored)
@@ -132,14 +132,14 @@ def footprints(
         decided = [way] if way.checkpointing is not None else [
             way.model_copy(update={"checkpointing": again}) for again in (False, True)
         ]  # fmt: skip
-        first, *again = (_estimate(before, after, way, seq_len, device) for way in decided)
+        first, *again = (_estimate(*models, way, seq_len, device) for way in decided)
         if again and free is not None and first.bytes > _ROOM * free:
             first = again[0]
         ways.setdefault(first.flags, first)
     return list(ways.values())
 
 
-def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> Footprint:
+def check_plan(teacher: Description, pruned: Description, recovery: Recovery) -> Footprint:
     """Return the estimate of the requested training.
 
     Raises:
@@ -152,7 +152,7 @@ def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> F
         raise OptionError("adamw-8bit needs every weight on one device: leave out optimizer")
     device = choose_device(recovery.device)
     free = FreeMemory.of(device).computing
-    chosen, *smaller = footprints(dense, pruned, recovery, device, free)
+    chosen, *smaller = footprints(teacher, pruned, recovery, device, free)
     if free is None or _REFUSED * chosen.bytes <= free:
         return chosen
     # A refusal names the other ways that fit.
@@ -167,14 +167,18 @@ def check_plan(dense: Description, pruned: Description, recovery: Recovery) -> F
 
 
 def _estimate(
-    dense: Description, pruned: Description, recovery: Recovery, seq_len: int, device: torch.device
+    teacher: Description,
+    pruned: Description,
+    recovery: Recovery,
+    seq_len: int,
+    device: torch.device,
 ) -> Footprint:
     # Numbers that are trained → weights and activations of a step → content of the disk
-    on_host, stored, processes = device.type == "cpu", recovery.teacher == "stored", shards()
+    on_host, stored, processes = device.type == "cpu", recovery.predictions == "stored", shards()
     compute = 2 if pass_dtype(pruned, recovery, device).itemsize == 2 else 4
-    teacher_compute = pass_dtype(dense, recovery, device).itemsize
+    teacher_compute = pass_dtype(teacher, recovery, device).itemsize
     batch = recovery.windows_per_step(seq_len, recovery.tokens)
-    tokens = min(batch, windows_per_pass(dense, seq_len, device)) * seq_len
+    tokens = min(batch, windows_per_pass(teacher, seq_len, device)) * seq_len
     trained = pruned.parameters if recovery.lora is None else _added(pruned, recovery.lora)
     moments = _MOMENTS[recovery.optimizer]
     weights = (_TRAINED + moments) * trained
@@ -183,22 +187,22 @@ def _estimate(
     if processes > 1:
         # Each has its part of everything, and gathers two blocks and the embeddings.
         weights = weights // processes + 4 * _gathered(pruned)
-    program, teacher = resident_bytes() if on_host else 0, dense.parameters * teacher_compute
-    beside = 0 if stored else teacher
+    program, whole = resident_bytes() if on_host else 0, teacher.parameters * teacher_compute
+    live = 0 if stored else whole
     # Logits and their derivatives, and the teacher's
-    logits = (2 * compute + (0 if stored else teacher_compute)) * dense.vocabulary
-    pieces = 3 * 4 * min(LOGITS_PER_PASS, tokens * dense.vocabulary)
-    window = seq_len * dense.vocabulary * (2 * 4 + teacher_compute)
+    logits = (2 * compute + (0 if stored else teacher_compute)) * teacher.vocabulary
+    pieces = 3 * 4 * min(LOGITS_PER_PASS, tokens * teacher.vocabulary)
+    window = seq_len * teacher.vocabulary * (2 * 4 + teacher_compute)
     training = {
-        "program": program, "student": weights, "teacher": beside,
+        "program": program, "student": weights, "teacher": live,
         "activations": tokens * _active(pruned, compute, recovery),
         "logits": tokens * logits + pieces,
     }  # fmt: skip
     # One process has the whole teacher while it stores predictions, and the whole pruned model
     # while it validates, also if weights are divided during training.
-    storing = {"program": program, "teacher": teacher, "logits": window} if stored else {}
+    storing = {"program": program, "teacher": whole, "logits": window} if stored else {}
     validating = {
-        "program": program, "student": pruned.parameters * compute, "teacher": beside,
+        "program": program, "student": pruned.parameters * compute, "teacher": live,
         "logits": window,
     }  # fmt: skip
     count = windows_needed(recovery.tokens or 0, seq_len)
@@ -208,7 +212,7 @@ def _estimate(
     return Footprint(
         recovery, max(training, storing, validating, key=lambda sizes: sum(sizes.values())),
         text + KEPT_STATES * state + max(state, result),
-        (recovery.tokens or 0) * _token_operations(dense, pruned, recovery),
+        (recovery.tokens or 0) * _token_operations(teacher, pruned, recovery),
         torch.bfloat16 if compute == 2 else torch.float32,
     )  # fmt: skip
 
@@ -250,12 +254,12 @@ def _active(model: Description, compute: int, recovery: Recovery) -> int:
     return sum(blocks)
 
 
-def _token_operations(dense: Description, pruned: Description, recovery: Recovery) -> float:
+def _token_operations(teacher: Description, pruned: Description, recovery: Recovery) -> float:
     """Train on one token: forward, back through the products and, for all weights, to these too."""
     passes = (3 if recovery.lora is None else 2) + bool(recovery.checkpointing)
     return sum(
         2 * times * (weights_met(model, model.shapes) + model.shape.hidden * model.vocabulary)
-        for model, times in ((pruned, passes), (dense, int(recovery.teacher != "stored")))
+        for model, times in ((pruned, passes), (teacher, int(recovery.predictions == "live")))
     )
 
 

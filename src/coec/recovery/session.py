@@ -135,7 +135,8 @@ class Session:
         schedule = Schedule.of(read, job.seq_len, batch, job.at_once, job.processes.num_processes)
         resumed = pieces is not None and "start" in pieces
         if pieces is not None and not resumed:
-            pieces.note("start", kl=divergence(job.network(), self.teacher, validation))
+            start = divergence(job.network(), self.teacher, validation, job.vocabulary)
+            pieces.note("start", kl=start)
         before = float(agree(0.0 if pieces is None else pieces.facts("start")["kl"]))
         tried = self._tried_rates(schedule, job.rate(before, schedule.batch))
         rate = min(tried, key=lambda r: tried[r]) if tried else job.rate(before, schedule.batch)
@@ -162,7 +163,7 @@ class Session:
         self._write(pieces, tensors if improved else None)
         kl = {"windows": len(validation), "before": before, "after": after if improved else before}
         return {
-            **job.recovery.record("text"),
+            **job.recovery.record("text"), **job.taught_by,
             "text": pieces.facts("text")["record"], "asked": tokens, "tokens": steps * step_tokens,
             "passes": steps * schedule.batch / len(trained), "steps": steps,
             "batch_size": schedule.batch, "seq_len": job.seq_len, "learning_rate": rate,
@@ -177,11 +178,11 @@ class Session:
 
         The first process writes them; the others read the files after its answer.
         """
-        stored, tokens = self.job.recovery.teacher == "stored", 0
+        stored, tokens = self.job.recovery.predictions == "stored", 0
         if self.pieces is None:
-            self.teacher = None if stored else self.job.teacher()
+            self.teacher = None if stored else self.job.teacher_network()
             return tokens
-        self.teacher = self.job.teacher()
+        self.teacher = self.job.teacher_network()
         tokens = self._budget(self.pieces, self.teacher)
         if "text" not in self.pieces:
             self._put_text(
@@ -208,10 +209,7 @@ class Session:
         """Put the windows of the text into the journal; the model's own text group by group."""
         job = self.job
         if not job.recovery.own:
-            windows = texts.read_windows(
-                job.pruned, job.recovery, job.seq_len, count, trust_remote_code=job.trust,
-                progress=self._tell,
-            )  # fmt: skip
+            windows = job.windows(count, self._tell)
             ids, source, sha256 = windows.ids, windows.source, windows.text_sha256
         else:
             groups = []
@@ -230,12 +228,12 @@ class Session:
         pieces.put("text", self.text, partial(texts.save_windows, ids), record=origin)
 
     def _written(self, teacher: PreTrainedModel, group: int, size: int) -> Tensor:
-        """Let the dense model write a group of windows; every group has its own seed."""
+        """Let the teacher write a group of windows; every group has its own seed."""
         job = self.job
         return sample_from_model(
             teacher, load_tokenizer(job.pruned.folder, trust_remote_code=job.trust), samples=size,
             seq_len=job.seq_len, seed=nth_seed(job.recovery.seed, group + 1),
-            at_once=windows_that_fit(job.dense, teacher, job.seq_len),
+            at_once=windows_that_fit(job.teacher, teacher, job.seq_len),
         ).ids  # fmt: skip
 
     def _prediction_files(self, windows: int) -> list[Path]:
@@ -333,7 +331,8 @@ class Session:
         job, validation = self.job, self.examples[1]
         try:
             tensors = job.tensors({name: tensor.cpu() for name, tensor in state.items()})
-            return tensors, divergence(job.network(tensors), self.teacher, validation)
+            network = job.network(tensors)
+            return tensors, divergence(network, self.teacher, validation, job.vocabulary)
         except NumericalError as error:
             record(f"the trained weights cannot be written: {error}")
             return None, math.inf
@@ -365,10 +364,11 @@ class Session:
 def tokens_per_second(job: Job, teacher: PreTrainedModel, at_once: int) -> float:
     """Measure the speed of training on this process's device, on random tokens."""
     student, seconds = job.student(), []
-    ids = torch.randint(student.config.vocab_size, (at_once, job.seq_len), device=student.device)
+    ids = torch.randint(job.vocabulary, (at_once, job.seq_len), device=student.device)
+    inputs = {"input_ids": ids}
     for _ in range(_TIMED + 1):
         began = time.perf_counter()
-        loss, _ = loss_of(student.train(), teacher, {"input_ids": ids}, narrow=job.narrow)
+        loss, _ = loss_of(student.train(), teacher, inputs, job.vocabulary, narrow=job.narrow)
         loss.backward()
         float(next(p.grad for p in student.parameters() if p.grad is not None).sum())  # waits
         seconds.append(time.perf_counter() - began)

@@ -25,7 +25,7 @@ PASSES = 4
 TOP = 64
 """Number of most probable next tokens that are kept of a teacher."""
 GROUP = 32
-"""Number of windows that the dense model writes, or predicts, for one file."""
+"""Number of windows that the teacher writes, or predicts, for one file."""
 _VALIDATION_SHARE, _MOST_VALIDATION = 1 / 8, 16
 """Validation windows: this fraction of all, at most this many."""
 

@@ -342,12 +342,14 @@ def _non_uniform_config(folder: Path) -> JsonDict:
     return {"config": AutoConfig.for_model(**{k: v for k, v in config.items() if k != "auto_map"})}
 
 
-def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: bool = False) -> None:
+def check_same_tokenizer(
+    folder: Path, other: Path, advice: str, *, trust_remote_code: bool = False
+) -> None:
     """Raise ModelError if two models tokenise one text differently: no divergence has meaning then.
 
-    A folder without a tokenizer, which only takes token ids, passes.
+    A folder without a tokenizer, which only takes token ids, passes. The error ends in the advice.
     """
-    folders = (folder, baseline)
+    folders = (folder, other)
     before, after = (
         [path / name for name in TOKENIZER_FILES if isfile(path / name)] for path in folders
     )
@@ -363,10 +365,7 @@ def check_same_tokenizer(folder: Path, baseline: Path, *, trust_remote_code: boo
         tokenizers[0].get_vocab() != tokenizers[1].get_vocab()
         or encode(tokenizers[0], _PROBE).tolist() != encode(tokenizers[1], _PROBE).tolist()
     ):
-        raise ModelError(
-            f"'{folder}' and its baseline '{baseline}' have different tokenizers: the baseline "
-            "must be the dense model it was pruned from"
-        )
+        raise ModelError(f"'{folder}' and '{other}' have different tokenizers: {advice}")
 
 
 def _encode_later_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> Int[Tensor, " n"]:
