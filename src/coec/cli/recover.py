@@ -32,7 +32,7 @@ def recover_command(
     out: Annotated[Path | None, argument("Folder to make; --dry-run needs none.", "OUT")] = None,
     **flags: Any,
 ) -> None:
-    """Train PRUNED to predict as DENSE or --teacher does, and write the best state to OUT.
+    """Train PRUNED to predict as DENSE does, and write the best state to OUT.
 
     The best state has the lowest KL on validation windows; OUT is never worse than PRUNED there. If
     a run is killed, repeat the command: it resumes. On several GPUs: torchrun -m coec recover …
