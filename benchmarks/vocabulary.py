@@ -70,12 +70,16 @@ def measured(settings: dict[str, Any], data: Path) -> dict[str, Any]:
             model = out
         numbers: dict[str, Any] = {}
         for text, path in JUDGES.items():
-            whole = (data / path).read_text(encoding="utf-8")
-            starts = range(0, len(whole) - _CHARACTERS, len(whole) // _EXCERPTS)
-            excerpts = [whole[start : start + _CHARACTERS] for start in starts]
-            result = coec.perplexity(model, excerpts, seq_len=512, dtype="float32")
+            result = coec.perplexity(model, excerpts(data / path), seq_len=512, dtype="float32")
             numbers |= {text: result.nats_per_character, "parameters": result.parameters}
     return numbers
+
+
+def excerpts(path: Path) -> list[str]:
+    """Read ten evenly spaced excerpts of a text, 4,000 characters each."""
+    whole = path.read_text(encoding="utf-8")
+    starts = range(0, len(whole) - _CHARACTERS, len(whole) // _EXCERPTS)
+    return [whole[start : start + _CHARACTERS] for start in starts]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import block_floor, record, right_solve
+from benchmarks import block_floor, record, right_solve, texts
 from benchmarks.meter import Counter
 
 BLOCK_PARAMETERS = 218_103_808
@@ -51,6 +51,21 @@ def test_results_are_json_without_infinities(tmp_path, monkeypatch):
     assert content["rows"] == [[1, 2.0]]
     assert content["arguments"] == "--limit 1"
     assert {"machine", "versions", "commit"} <= set(content)
+
+
+def test_questions_are_drawn_evenly_and_understood_without_choices(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    for source, column in texts.SOURCES.items():
+        plain = [f"is it {source} {n}" + "?" * (source != "boolq") for n in range(5)]
+        rows = [{column: text} for text in [*plain, "Which of these is it?", plain[0]]]
+        lines = "\n".join(map(json.dumps, rows))
+        (tmp_path / f"tasks/{source}.jsonl").write_text(lines, encoding="utf-8")
+    drawn = texts.questions(tmp_path, 20)
+    assert len(set(drawn)) == 20
+    assert [sum(source in text for text in drawn[:8]) for source in texts.SOURCES] == [2] * 4
+    assert all(text.endswith("?") and "these" not in text for text in drawn)
+    assert texts.questions(tmp_path, 8) == texts.questions(tmp_path, 8)
+    assert all(text.startswith("Is it") for text in drawn if "boolq" in text)
 
 
 @pytest.mark.slow
