@@ -168,3 +168,41 @@ def test_too_few_answers_are_refused_with_a_way_out(dense, prompts, tmp_path):
 def test_bad_prompts_are_refused_before_work(settings, match, dense, tmp_path):
     with pytest.raises(CoecError, match=match):
         coec.prune(dense, tmp_path / "out", preset="fast", **settings)
+
+
+def test_recover_trains_on_answers_and_resumes(dense, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "GROUP", 3)
+    text = tm.text_file(tmp_path / "text.txt")
+    coec.prune(dense, tmp_path / "pruned", calibration=text, preset="fast", samples=4, seq_len=32)
+    settings = {"text": f"{prompts},{text}", "tokens": 600, "seq_len": 32, "answer_tokens": 20}
+    report = coec.recover(dense, tmp_path / "pruned", tmp_path / "whole", **settings)
+    assert report.recoveries[-1]["text"]["source"] == settings["text"]
+    generated = module._generated
+    seeds = []
+
+    def failing(*arguments):
+        if len(seeds) == 2:
+            raise KeyboardInterrupt
+        seeds.append(arguments[-1])
+        return generated(*arguments)
+
+    monkeypatch.setattr(module, "_generated", failing)
+    with pytest.raises(KeyboardInterrupt):
+        coec.recover(dense, tmp_path / "pruned", tmp_path / "out", **settings)
+    monkeypatch.setattr(module, "_generated", lambda *a: (seeds.append(a[-1]), generated(*a))[1])
+    coec.recover(dense, tmp_path / "pruned", tmp_path / "out", **settings)
+    assert tm.same_weights(tmp_path / "whole", tmp_path / "out")
+    assert len(seeds) == len(set(seeds))
+
+
+def test_recover_refuses_a_wrong_prompt_before_work(dense, prompts, tmp_path):
+    coec.prune(dense, tmp_path / "pruned", **SETTINGS | {"calibration": prompts})
+    source = written(tmp_path / "bad.jsonl", [{"prompt": "w1"}, {"prompt": 7}])
+    for text, match in ((source, "line 2, has no text in column 'prompt'"),
+                        (f"{prompts},none.txt", "no text at 'none.txt'")):  # fmt: skip
+        with pytest.raises(CalibrationError, match=match):
+            coec.recover(dense, tmp_path / "pruned", tmp_path / "out", text=text, tokens=600,
+                         seq_len=32)  # fmt: skip
+    with pytest.raises(OptionError, match="answer_tokens has no effect"):
+        coec.recover(dense, tmp_path / "pruned", tmp_path / "out", text="self", answer_tokens=5)
+    assert not (tmp_path / "out.partial").exists()

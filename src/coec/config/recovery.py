@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from coec.config import Settings, setting
+from coec.config import Settings, own_parts, setting, without_effect
 from coec.errors import OptionError
 
 PassDtypeName = Literal["float32", "bfloat16"]
@@ -23,8 +23,10 @@ class Recovery(Settings):
 
     text: Any = setting("wikitext2")
     """Text to train on: wikitext2; c4; hub:OWNER/NAME or hub:OWNER/NAME:CONFIG (their train
-    splits); self (text that the teacher writes); a .txt, .jsonl, .parquet, .npy or .safetensors
-    file; or a mixture, as in calibration."""
+    splits); self (text that the teacher writes); self:PROMPTS.jsonl (its answers to prompts); a
+    .txt, .jsonl, .parquet, .npy or .safetensors file; or a mixture, as in calibration."""
+    answer_tokens: int | None = setting(None, ge=1, otherwise="as many as a window has")
+    """Number of tokens of the longest answer to a prompt."""
     tokens: int | None = setting(None, ge=1, otherwise="10M, unless minutes are given")
     """Number of tokens to train on, such as 300k or 20M."""
     minutes: float | None = setting(None, gt=0, otherwise="none")
@@ -92,6 +94,8 @@ class Recovery(Settings):
     def _one_budget(self) -> "Recovery":
         if self.tokens is not None and self.minutes is not None:
             raise OptionError("tokens and minutes are both a budget: give one of them")
+        if self.answer_tokens is not None and not any(":" in part for part in own_parts(self.text)):
+            raise without_effect("answer_tokens", "no text = self:PROMPTS.jsonl")
         if self.minutes is not None and self.predictions == "stored":
             raise OptionError("minutes cannot be a budget with predictions=stored: give tokens")
         return self
@@ -118,5 +122,5 @@ class Recovery(Settings):
 
     @property
     def own(self) -> bool:
-        """True if the teacher writes the text."""
-        return isinstance(self.text, str) and self.text == "self"
+        """True if the teacher writes the text, or a part of it."""
+        return bool(own_parts(self.text))

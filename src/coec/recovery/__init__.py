@@ -152,6 +152,7 @@ def settings_like(recipe: Recipe, tokens: int | str) -> JsonDict:
         "forward_dtype": forward if forward in get_args(PassDtypeName) else None,
         "text": recipe.calibration, "text_column": recipe.text_column, "tokens": tokens,
         "seq_len": recipe.seq_len, "seed": recipe.seed, "device": recipe.device,
+        "answer_tokens": recipe.answer_tokens,
     }  # fmt: skip
 
 

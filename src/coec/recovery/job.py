@@ -25,9 +25,10 @@ from coec.models.renumbering import VOCABULARY, Renumbering
 from coec.models.surgery import cast
 from coec.planning.kept import KEPT
 from coec.recovery import plan
-from coec.recovery.text import read_windows
+from coec.recovery.text import read_prompts, read_windows
+from coec.text.sources import is_own, mixture
 from coec.text.tokens import check_same_tokenizer, source_of
-from coec.text.windows import Windows, source_digest
+from coec.text.windows import Windows, shares, source_digest
 
 RATE, LORA_FACTOR = 0.55, 10
 """The learning rate is RATE · rms(W) · √(windows · KL) / width, with the windows of a step and the
@@ -84,7 +85,9 @@ class Job:
             dense, pruned, teacher, report, recovery, seq_len, choose_device(recovery.device),
             bool(way.recovery.checkpointing), out, trust,
         )  # fmt: skip
-        if not recovery.own:
+        if recovery.own:
+            check_text(pruned, recovery, seq_len, trust=trust)
+        else:
             job.windows(2)
         return job
 
@@ -241,9 +244,15 @@ def check_alone(model: Dense) -> None:
 
 
 def check_text(model: Dense, recovery: Recovery, seq_len: int, *, trust: bool) -> None:
-    """Raise CoecError unless the text can be read, and has two windows."""
+    """Raise CoecError unless the text and the prompts can be read, and a text has two windows."""
     if not recovery.own:
         read_windows(model, recovery, seq_len, 2, trust_remote_code=trust)
+        return
+    read_prompts(model, recovery, seq_len, trust_remote_code=trust)
+    for source, _ in shares(recovery.text, len(mixture(recovery.text))):
+        if not is_own(source):
+            one = recovery.model_copy(update={"text": source})
+            read_windows(model, one, seq_len, 2, trust_remote_code=trust)
 
 
 def identity_of(recovery: Recovery) -> JsonDict:

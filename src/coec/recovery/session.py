@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,9 @@ from coec.checkpoint.folder import STATES, WORK
 from coec.checkpoint.journal import Journal
 from coec.config import nth_seed
 from coec.devices import environment
-from coec.errors import NumericalError
+from coec.errors import CalibrationError, NumericalError
 from coec.events import RESUMING, Progress, record
-from coec.models.files import INDEX, JsonDict, write_tensors
+from coec.models.files import INDEX, JsonDict, read_tensors, write_tensors
 from coec.models.folder import CONFIG, carry_files
 from coec.planning.kept import KEPT
 from coec.recovery import text as texts
@@ -40,8 +41,11 @@ from coec.recovery.distillation import (
 from coec.recovery.job import Job
 from coec.recovery.plan import KEPT_STATES, shards
 from coec.recovery.text import Examples
+from coec.streams.answers import Kept, Writer
 from coec.streams.self_text import sample_from_model, windows_that_fit
+from coec.text.sources import OWN, is_own
 from coec.text.tokens import load_tokenizer
+from coec.text.windows import Windows, mixed, shares, windows_in_order
 
 _T = TypeVar("_T")
 EVALUATIONS = 4
@@ -208,10 +212,7 @@ class Session:
     def _put_text(self, pieces: Journal, teacher: PreTrainedModel, count: int) -> None:
         """Put the windows of the text into the journal; the model's own text group by group."""
         job = self.job
-        if not job.recovery.own:
-            windows = job.windows(count, self._tell)
-            ids, source, sha256 = windows.ids, windows.source, windows.text_sha256
-        else:
+        if job.recovery.text == OWN:
             groups = []
             for number, first in enumerate(range(0, count, texts.GROUP)):
                 name, size = f"text {number}", min(texts.GROUP, count - first)
@@ -221,11 +222,47 @@ class Session:
                     pieces.put(name, path, partial(texts.save_windows, written))
                 groups.append(texts.load_windows(pieces.path(name)))
                 self._tell("writing text", first + size, count)
-            ids, source, sha256 = torch.cat(groups), "self", ""
+            ids, source, sha256 = torch.cat(groups), OWN, ""
+        else:
+            windows = (
+                self._answered(pieces, teacher, count)
+                if job.recovery.own
+                else job.windows(count, self._tell)
+            )
+            ids, source, sha256 = windows.ids, windows.source, windows.text_sha256
         # Refused before the text is kept: a batch that is larger than the text
         job.recovery.windows_per_step(job.seq_len, texts.most_tokens(len(ids), job.seq_len))
         origin = {"source": source, "windows": len(ids), "text_sha256": sha256}
         pieces.put("text", self.text, partial(texts.save_windows, ids), record=origin)
+
+    def _answered(self, pieces: Journal, teacher: PreTrainedModel, count: int) -> Windows:
+        """Return at most `count` windows of a text that holds the teacher's answers to prompts."""
+        job, whole = self.job, self.job.recovery.text
+        prompts = texts.read_prompts(
+            job.pruned, job.recovery, job.seq_len, trust_remote_code=job.trust
+        )
+        tokenizer = load_tokenizer(job.pruned.folder, trust_remote_code=job.trust)
+        writer = Writer(job.teacher, tokenizer, partial(_once, pieces), self._tell, teacher, True)
+        parts = []
+        for number, (source, size) in enumerate(shares(whole, max(count, len(prompts)))):
+            if is_own(source):
+                windows = writer.windows(
+                    prompts[number], samples=size, seq_len=job.seq_len, name=f"answers {number}",
+                    seed=nth_seed(job.recovery.seed, number + 1),
+                )  # fmt: skip
+            else:
+                windows = windows_in_order(
+                    job.pruned, source, job.recovery.text_column, count=size, seq_len=job.seq_len,
+                    trust_remote_code=job.trust, progress=self._tell,
+                )  # fmt: skip
+            parts.append(windows)
+        found = mixed(parts, whole)
+        if len(found.ids) < 2:
+            raise CalibrationError(
+                f"'{whole}' has one window of {job.seq_len} tokens, and validation needs a second "
+                "one: give more prompts, longer answers (answer_tokens=N), or shorter windows"
+            )
+        return found
 
     def _written(self, teacher: PreTrainedModel, group: int, size: int) -> Tensor:
         """Let the teacher write a group of windows; every group has its own seed."""
@@ -359,6 +396,15 @@ class Session:
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(job.pruned.folder / name, folder / name)
         carry_files(job.pruned.folder, folder)
+
+
+def _once(pieces: Journal, name: str, make: Callable[[], Kept]) -> Kept:
+    """Return the tensors that a journal keeps under a name, or make and keep them."""
+    if name not in pieces:
+        tensors, _ = make()
+        path = pieces.work / f"{name.replace(' ', '-')}.safetensors"
+        pieces.put(name, path, partial(write_tensors, dict(tensors)))
+    return read_tensors(pieces.path(name)), {}
 
 
 def tokens_per_second(job: Job, teacher: PreTrainedModel, at_once: int) -> float:

@@ -18,6 +18,9 @@ from coec.errors import CalibrationError
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import opened, write_tensors
+from coec.streams.answers import Prompts
+from coec.text.sources import mixture
+from coec.text.tokens import load_tokenizer
 from coec.text.windows import Windows, window_digests, windows_in_order
 
 PASSES = 4
@@ -84,6 +87,18 @@ def read_windows(
             f"second one: give more text, or shorter windows (seq_len={max(2, seq_len // 2)})"
         )
     return windows
+
+
+def read_prompts(
+    model: Dense, recovery: Recovery, seq_len: int, *, trust_remote_code: bool
+) -> list[Prompts | None]:
+    """Read the prompts of every part of the text, by a model's tokenizer; None for other text."""
+    tokenizer = load_tokenizer(model.folder, trust_remote_code=trust_remote_code)
+    longest = recovery.answer_tokens or seq_len
+    return [
+        Prompts.read(source, recovery.text_column, tokenizer, longest, model.positions)
+        for source, _ in mixture(recovery.text)
+    ]
 
 
 def save_windows(ids: Int[Tensor, "windows length"], path: Path) -> None:

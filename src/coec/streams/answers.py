@@ -92,7 +92,14 @@ class Prompts:
         return cls(source, list(read_prompts(path, column, rendered)), longest, positions)
 
     def windows(
-        self, ask: Ask, *, samples: int, seq_len: int, seed: int, progress: Progress | None = None
+        self,
+        ask: Ask,
+        *,
+        samples: int,
+        seq_len: int,
+        seed: int,
+        fewer: bool = False,
+        progress: Progress | None = None,
     ) -> Windows:
         """Pack the first `samples` windows of answers.
 
@@ -103,6 +110,7 @@ class Prompts:
             samples: number of windows.
             seq_len: tokens of a window.
             seed: of the order of prompts, and of the answers.
+            fewer: ask every prompt once, and return what windows there are.
             progress: called with ("answering prompts", done, samples).
 
         Raises:
@@ -111,7 +119,7 @@ class Prompts:
         order = torch.randperm(len(self.all), generator=torch.Generator().manual_seed(seed))
         groups, chats = order.split(GROUP), list[Chat]()
         windows = packed(chats, seq_len).windows
-        for number in range(_PASSES * len(groups)):
+        for number in range(len(groups) * (1 if fewer else _PASSES)):
             asked = [self.all[int(n)] for n in groups[number % len(groups)]]
             answers = ask(number, asked, nth_seed(seed, number))
             if number >= len(groups) and _same(answers, chats):
@@ -121,14 +129,16 @@ class Prompts:
             if progress:
                 progress("answering prompts", min(len(windows), samples), samples)
             if len(windows) >= samples:
-                label = f"{self.source} ({len(chats):,} answers, seed {seed})"
-                tokens = sum(len(chat.ids) for chat in chats)
-                return Windows(ids := windows[:samples], label, tokens, digest(ids))
-        raise CalibrationError(
-            f"too few answers: '{self.source}' has {len(self.all)} prompts, whose answers fill "
-            f"{len(windows)} windows of {seq_len} tokens, and samples={samples}: give more "
-            "prompts, longer answers (answer_tokens=N), or fewer windows"
-        )
+                break
+        if len(windows) < (1 if fewer else samples):
+            raise CalibrationError(
+                f"too few answers: '{self.source}' has {len(self.all)} prompts, whose answers fill "
+                f"{len(windows)} windows of {seq_len} tokens, and {samples} are asked for: give "
+                "more prompts, longer answers (answer_tokens=N), or fewer windows"
+            )
+        label = f"{self.source} ({len(chats):,} answers, seed {seed})"
+        tokens = sum(len(chat.ids) for chat in chats)
+        return Windows(ids := windows[:samples], label, tokens, digest(ids))
 
     def answered(
         self, model: Any, prompts: Sequence[Prompt], seed: int, at_once: int
@@ -191,6 +201,7 @@ class Writer:
         once: returns tensors and facts that are kept under a name, or makes and keeps them.
         progress: called with (phase, done, samples).
         network: the model in memory, on the first process alone.
+        fewer: as in `Prompts.windows`.
     """
 
     dense: Dense
@@ -198,6 +209,7 @@ class Writer:
     once: Once
     progress: Progress | None
     network: Any = None
+    fewer: bool = False
 
     def windows(
         self, prompts: Prompts | None, *, samples: int, seq_len: int, seed: int, name: str
@@ -230,8 +242,9 @@ class Writer:
             return _restored(self.once(f"{name} {group}", make)[0])
 
         return prompts.windows(
-            ask, samples=samples, seq_len=seq_len, seed=seed, progress=self.progress
-        )
+            ask, samples=samples, seq_len=seq_len, seed=seed, fewer=self.fewer,
+            progress=self.progress,
+        )  # fmt: skip
 
     def _sampled(self, samples: int, seq_len: int, seed: int) -> Windows:
         return sample_from_model(
