@@ -437,6 +437,5 @@ def test_a_mixture_of_texts_trains_by_its_shares(recover, dense, tokens, tmp_pat
     assert windows.source == text
     report = recover(text=text, tokens=256)
     assert report.as_dict()["recoveries"][-1]["text"]["source"] == "tokens.npy=2,other.npy"
-    with pytest.raises(CalibrationError, match="leave self out"):
-        recover("bad", text=f"{tokens},self")
-    assert not (tmp_path / "bad.partial").exists()
+    report = recover("own", text=f"{tokens},self", tokens=256)
+    assert report.as_dict()["recoveries"][-1]["text"]["source"] == "tokens.npy,self"
