@@ -27,7 +27,7 @@ PYTHON = ["README.md", "docs/GUIDE.md", "docs/EXTEND.md",
           pytest.param("docs/QUANTISE.md", marks=pytest.mark.chains)]  # fmt: skip
 """Pages with Python; that of docs/SERVE.md is for programs that are not installed here."""
 DENSE = ("Llama-3.1-8B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "MODEL", "DENSE",
-         "Llama-3.1-8B-Instruct", "dense", "model", "a", "b")  # fmt: skip
+         "Llama-3.1-8B-Instruct", "dense", "model", "a", "b", "OTHER")  # fmt: skip
 PRUNED = ("PRUNED", "pruned", "QUANTISED", "Llama-3.1-8B-70")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
 CHATS = ("chats.jsonl", "test-chats.jsonl")
@@ -82,8 +82,10 @@ def place(tmp_path, monkeypatch, run):
     own = [block for block in blocks("docs/EXTEND.md", "python") if "\ndef " in f"\n{block}"]
     (tmp_path / "mine.py").write_text("\n".join(own))
     np.save("tokens.npy", np.random.default_rng(0).integers(2, tm.VOCABULARY, 20_000))
+    prompts = [{"prompt": f"w{n % 90} w{n % 7}"} for n in range(400)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     (tmp_path / "units.json").write_text('{"layers.0.mlp": [0, 2, 5], "layers.1.mlp": [1, 3, 4]}')
-    monkeypatch.setattr(sources, "_read_named", lambda *arguments: text)
+    monkeypatch.setattr(sources, "_read_named", lambda *arguments: iter([text]))
     monkeypatch.setattr(recovery, "DEFAULT_TOKENS", 2048)
     monkeypatch.setitem(recipe.PRESETS["balanced"][1], "reconstruct", 1)
     return tmp_path
