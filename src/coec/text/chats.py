@@ -54,10 +54,18 @@ def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = True
 ) -> Int[Tensor, " n"]:
     """Tokenise a text, by default with special tokens; raises ModelError if that fails."""
+    return _encoded(tokenizer, text, add_special_tokens=special)[0]
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, text: str, **options: bool
+) -> tuple[Int[Tensor, " n"], list[tuple[int, int]]]:
+    """Return the tokens of a text, and their places in it if the options ask for these."""
     try:
         # verbose=False: the warning about texts longer than the model is meant for other uses.
-        ids = tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
-        return torch.tensor(ids, dtype=torch.int64)
+        made = tokenizer(text, verbose=False, **options)
+        ids = torch.tensor(made["input_ids"], dtype=torch.int64)
+        return ids, made.get("offset_mapping", [])
     except Exception as error:  # a damaged tokenizer_config.json may only fail here
         raise ModelError(
             f"the tokenizer of '{tokenizer.name_or_path}' fails on a text ({first_line(error)}): "
@@ -129,12 +137,12 @@ class ChatTemplate:
 
     def _tokens(self, text: str, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
         """Tokenise a chat at once, and tell which tokens begin in an assistant's words."""
-        ids = encode(self.tokenizer, text, special=False)
         if not self.tokenizer.is_fast:  # which alone tell where their tokens are
+            ids = encode(self.tokenizer, text, special=False)
             return ids, torch.ones(ids.shape, dtype=torch.bool)
-        places = self.tokenizer(
-            text, verbose=False, add_special_tokens=False, return_offsets_mapping=True
-        )["offset_mapping"]
+        ids, places = _encoded(
+            self.tokenizer, text, add_special_tokens=False, return_offsets_mapping=True
+        )
         ends = list(accumulate(len(words) for words, _ in pieces))
         answered = [pieces[bisect_right(ends, min(start, ends[-1] - 1))][1] for start, _ in places]
         return ids, torch.tensor(answered, dtype=torch.bool)
