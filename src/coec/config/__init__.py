@@ -217,6 +217,11 @@ def own_parts(text: Any) -> list[str]:
     return [part for part in map(str.strip, parts) if re.match(r"self(:|=|$)", part)]
 
 
+def asks(text: Any) -> bool:
+    """True if the model answers prompts in a text, or in a part of it."""
+    return any(part.startswith("self:") for part in own_parts(text))
+
+
 def nth_seed(seed: int, number: int) -> int:
     """Return the seed of one of many draws, a block's or a window's: other numbers in each."""
     return (seed * 1_000_003 + number) % 2**_BITS

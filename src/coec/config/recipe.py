@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, field_validator, model_validator
 
-from coec.config import DtypeName, Settings, called, own_parts, setting, without_effect
+from coec.config import DtypeName, Settings, asks, called, own_parts, setting, without_effect
 from coec.errors import OptionError
 
 SelectionName = Literal["rcpu", "wanda-sp", "flap", "obs", "magnitude", "random"]
@@ -215,11 +215,6 @@ class Recipe(Settings):
         return bool(own_parts(self.calibration))
 
     @property
-    def asks(self) -> bool:
-        """True if the dense model answers prompts."""
-        return any(part.startswith("self:") for part in own_parts(self.calibration))
-
-    @property
     def sequential(self) -> bool:
         """True if a block depends on the blocks before it."""
         return self.propagate or self.reconstruct > 0
@@ -328,7 +323,7 @@ def _check_together(recipe: Recipe) -> None:
             f"{recipe.pad_vocabulary:,}"
         )
     counted = recipe.calibration if recipe.vocabulary_text is None else recipe.vocabulary_text
-    if recipe.answer_tokens is not None and not recipe.asks:
+    if recipe.answer_tokens is not None and not asks(recipe.calibration):
         raise without_effect("answer_tokens", "no calibration = self:PROMPTS.jsonl")
     if recipe.vocabulary is not None and own_parts(counted):
         raise OptionError(

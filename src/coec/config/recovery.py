@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from coec.config import Settings, own_parts, setting, without_effect
+from coec.config import Settings, asks, own_parts, setting, without_effect
 from coec.errors import OptionError
 
 PassDtypeName = Literal["float32", "bfloat16"]
@@ -94,7 +94,7 @@ class Recovery(Settings):
     def _one_budget(self) -> "Recovery":
         if self.tokens is not None and self.minutes is not None:
             raise OptionError("tokens and minutes are both a budget: give one of them")
-        if self.answer_tokens is not None and not any(":" in part for part in own_parts(self.text)):
+        if self.answer_tokens is not None and not asks(self.text):
             raise without_effect("answer_tokens", "no text = self:PROMPTS.jsonl")
         if self.minutes is not None and self.predictions == "stored":
             raise OptionError("minutes cannot be a budget with predictions=stored: give tokens")
