@@ -17,6 +17,11 @@ COMMANDS = {
     "prune": PRUNE,
     "prune sampled text": ("prune", "model", "out", "--calibration", "self", *HOW[2:],
                            *PAPER, "--compensation", "none"),
+    "prune answers": ("prune", "model", "out", "--calibration", "self:prompts.jsonl",
+                      "--answer-tokens", "24", "--samples", "24", *HOW[4:],
+                      *PAPER, "--compensation", "none"),
+    "vocabulary": ("prune", "model", "out", *HOW, "--preset", "fast", "--vocabulary", "300",
+                   "--vocabulary-text", "text.txt"),
     "replace": (*PRUNE, "--force"),
     "balanced": ("prune", "model", "out", *HOW, "--reconstruct", "1", "--holdout", "0.3"),
     "by block": (*PRUNE, "--by-block"),
@@ -27,6 +32,9 @@ COMMANDS = {
 }  # fmt: skip
 """Each makes `out`."""
 FORCED = ("replace",)
+
+TEMPLATE = "{% for turn in messages %}{{ turn.content }} {% endfor %}"
+"""Of stories260K, which has none."""
 
 TIMES = ("seconds", "peak_memory_bytes", "timings")
 """What a run need not have in common with another, by the name it has in any record."""
@@ -48,7 +56,12 @@ class Place:
         self.root, self.beside = root, beside
         made = "out.gguf" if name == "export" else "out"
         self.out, self.partial = root / made, root / f"{made}.partial"
-        (self.root / "model").symlink_to(shared / "models/stories260K")
+        (self.root / "model").mkdir()
+        for file in (shared / "models/stories260K").iterdir():
+            (self.root / "model" / file.name).symlink_to(file)
+        (self.root / "model/chat_template.jinja").write_text(TEMPLATE)
+        prompts = [json.dumps({"prompt": f"{name} was"}) for name in ("Tim", "Lily", "Mom") * 20]
+        (self.root / "prompts.jsonl").write_text("\n".join(prompts))
         text = (shared / "data/tinystories/train.txt").read_text(encoding="utf-8")
         for file, start in {"text.txt": 0, "other.txt": 40_000}.items():
             (self.root / file).write_text(text[start : start + 20_000], encoding="utf-8")

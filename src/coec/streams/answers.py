@@ -117,7 +117,7 @@ class Prompts:
             CalibrationError: the answers are too few for so many windows.
         """
         order = torch.randperm(len(self.all), generator=torch.Generator().manual_seed(seed))
-        groups, chats = order.split(GROUP), list[Chat]()
+        groups, chats, tokens = order.split(GROUP), list[Chat](), 0
         windows = packed(chats, seq_len).windows
         for number in range(len(groups) * (1 if fewer else _PASSES)):
             asked = [self.all[int(n)] for n in groups[number % len(groups)]]
@@ -125,11 +125,15 @@ class Prompts:
             if number >= len(groups) and _same(answers, chats):
                 break  # the model does not draw its words
             chats += answers
-            windows = packed(chats, seq_len).windows
+            tokens += sum(len(chat.ids) for chat in answers)
             if progress:
-                progress("answering prompts", min(len(windows), samples), samples)
-            if len(windows) >= samples:
-                break
+                progress("answering prompts", min(tokens // seq_len, samples), samples)
+            if tokens >= samples * seq_len:  # packing leaves some out
+                windows = packed(chats, seq_len).windows
+                if len(windows) >= samples:
+                    break
+        if len(windows) < samples:
+            windows = packed(chats, seq_len).windows
         if len(windows) < (1 if fewer else samples):
             raise CalibrationError(
                 f"too few answers: '{self.source}' has {len(self.all)} prompts, whose answers fill "
@@ -137,7 +141,6 @@ class Prompts:
                 "more prompts, longer answers (answer_tokens=N), or fewer windows"
             )
         label = f"{self.source} ({len(chats):,} answers, seed {seed})"
-        tokens = sum(len(chat.ids) for chat in chats)
         return Windows(ids := windows[:samples], label, tokens, digest(ids))
 
     def answered(
