@@ -152,7 +152,7 @@ def test_the_teacher_writes_the_text_with_the_tokens_of_both(recover, tmp_path):
     """The rows of the padding are likely here: a student without them could not read their ids."""
     padded = pad(tuned(tmp_path / "padded"))
     record = recover(text="self", tokens=256, teacher=padded).recoveries[-1]
-    assert record["text"]["source"] == "self"
+    assert record["text"]["source"] == "self (seed 1)"
 
 
 def test_the_plan_counts_the_teacher(sibling, pruned, tmp_path):

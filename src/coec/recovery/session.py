@@ -42,8 +42,7 @@ from coec.recovery.job import Job
 from coec.recovery.plan import KEPT_STATES, shards
 from coec.recovery.text import Examples
 from coec.streams.answers import Kept, Writer
-from coec.streams.self_text import sample_from_model, windows_that_fit
-from coec.text.sources import OWN, is_own
+from coec.text.sources import is_own
 from coec.text.tokens import load_tokenizer
 from coec.text.windows import Windows, mixed, shares, windows_in_order
 
@@ -212,27 +211,17 @@ class Session:
     def _put_text(self, pieces: Journal, teacher: PreTrainedModel, count: int) -> None:
         """Put the windows of the text into the journal; the model's own text group by group."""
         job = self.job
-        if job.recovery.text == OWN:
-            groups = []
-            for number, first in enumerate(range(0, count, texts.GROUP)):
-                name, size = f"text {number}", min(texts.GROUP, count - first)
-                if name not in pieces:
-                    path = pieces.work / f"text-{number:05}.npy"
-                    written = self._written(teacher, number, size)
-                    pieces.put(name, path, partial(texts.save_windows, written))
-                groups.append(texts.load_windows(pieces.path(name)))
-                self._tell("writing text", first + size, count)
-            ids, source, sha256 = torch.cat(groups), OWN, ""
-        else:
-            windows = (
-                self._answered(pieces, teacher, count)
-                if job.recovery.own
-                else job.windows(count, self._tell)
-            )
-            ids, source, sha256 = windows.ids, windows.source, windows.text_sha256
+        windows = (
+            self._answered(pieces, teacher, count)
+            if job.recovery.own
+            else job.windows(count, self._tell)
+        )
+        ids = windows.ids
         # Refused before the text is kept: a batch that is larger than the text
         job.recovery.windows_per_step(job.seq_len, texts.most_tokens(len(ids), job.seq_len))
-        origin = {"source": source, "windows": len(ids), "text_sha256": sha256}
+        origin = {
+            "source": windows.source, "windows": len(ids), "text_sha256": windows.text_sha256
+        }  # fmt: skip
         pieces.put("text", self.text, partial(texts.save_windows, ids), record=origin)
 
     def _answered(self, pieces: Journal, teacher: PreTrainedModel, count: int) -> Windows:
@@ -263,15 +252,6 @@ class Session:
                 "one: give more prompts, longer answers (answer_tokens=N), or shorter windows"
             )
         return found
-
-    def _written(self, teacher: PreTrainedModel, group: int, size: int) -> Tensor:
-        """Let the teacher write a group of windows; every group has its own seed."""
-        job = self.job
-        return sample_from_model(
-            teacher, load_tokenizer(job.pruned.folder, trust_remote_code=job.trust), samples=size,
-            seq_len=job.seq_len, seed=nth_seed(job.recovery.seed, group + 1),
-            at_once=windows_that_fit(job.teacher, teacher, job.seq_len),
-        ).ids  # fmt: skip
 
     def _prediction_files(self, windows: int) -> list[Path]:
         """Return the files of the teacher's predictions, one for each group of windows."""

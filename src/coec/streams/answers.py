@@ -25,7 +25,7 @@ from coec.text.tokens import digest
 from coec.text.windows import Windows
 
 GROUP = 32
-"""Number of prompts whose answers are kept together."""
+"""Number of windows, or of answers to prompts, that are kept together."""
 _PASSES = 8
 """Largest number of answers to one prompt."""
 Prompt = Int[Tensor, " n"]
@@ -226,19 +226,19 @@ class Writer:
             seed: of all draws.
             name: under which answers are kept, with the number of their group.
         """
-        if prompts is None:
-            return lead(self._sampled, samples, seq_len, seed)
-        length = max(map(len, prompts.all)) + prompts.longest
+        length = seq_len if prompts is None else max(map(len, prompts.all)) + prompts.longest
 
-        def fit() -> tuple[dict[str, Tensor], JsonDict]:
+        def fit() -> Kept:
             count = lead(lambda: windows_that_fit(self.dense, self.network, length))
             return {"at_once": torch.tensor(count)}, {}
 
         # A resumed run takes the same batches, whatever memory is free then.
         at_once = int(self.once(f"{name} at once", fit)[0]["at_once"])
+        if prompts is None:
+            return self._sampled(samples, seq_len, seed, name, at_once)
 
         def ask(group: int, asked: Sequence[Prompt], seed: int) -> list[Chat]:
-            def make() -> tuple[dict[str, Tensor], JsonDict]:
+            def make() -> Kept:
                 answers = partial(prompts.answered, self.network, asked, seed, at_once)
                 return lead(lambda: _stored(answers())), {}
 
@@ -249,11 +249,24 @@ class Writer:
             progress=self.progress,
         )  # fmt: skip
 
-    def _sampled(self, samples: int, seq_len: int, seed: int) -> Windows:
-        return sample_from_model(
-            self.network, self.tokenizer, samples=samples, seq_len=seq_len, seed=seed,
-            at_once=windows_that_fit(self.dense, self.network, seq_len), progress=self.progress,
-        )  # fmt: skip
+    def _sampled(self, samples: int, seq_len: int, seed: int, name: str, at_once: int) -> Windows:
+        """Return windows of text that begins with nothing."""
+        groups = []
+        for first in range(0, samples, GROUP):
+
+            def make(first: int = first) -> Kept:
+                windows = lead(lambda: sample_from_model(
+                    self.network, self.tokenizer, samples=min(GROUP, samples - first), first=first,
+                    seq_len=seq_len, seed=seed, at_once=at_once,
+                ))  # fmt: skip
+                return {"ids": windows.ids, "start": torch.tensor(windows.special_tokens)}, {}
+
+            groups.append(self.once(f"{name} {first // GROUP}", make)[0])
+            if self.progress:
+                self.progress("sampling text", min(first + GROUP, samples), samples)
+        ids = torch.cat([group["ids"] for group in groups])
+        start = int(groups[0]["start"])
+        return Windows(ids, f"{OWN} (seed {seed})", ids.numel(), digest(ids), start)
 
 
 def unkept(name: str, make: Callable[[], Kept]) -> Kept:

@@ -39,6 +39,7 @@ def sample_from_model(
     samples: int,
     seq_len: int,
     seed: int,
+    first: int = 0,
     at_once: int = MOST_SAMPLED,
     progress: Progress | None = None,
 ) -> Windows:
@@ -55,9 +56,10 @@ def sample_from_model(
         tokenizer: for the start token; None for a uniform one.
         seed: the same seed gives the same windows on one machine; use different ones for
             calibration and evaluation.
-        at_once: number of windows sampled together. Each has separate random numbers, so that
-            another number gives another text only where rounding tips a draw.
-        progress: called with ("sampling text", done, samples).
+        first: number of the first window; every number has random numbers of its own.
+        at_once: number of windows sampled together. Another number gives another text only where
+            rounding tips a draw.
+        progress: called with ("sampling text", done, first + samples).
 
     Raises:
         CoecError: the tokenizer's start does not fit the model or the windows; or the model's
@@ -67,8 +69,8 @@ def sample_from_model(
     start = _start(model, tokenizer, seq_len, chat)
     rows: list[Tensor] = []
     with torch.no_grad(), _plain_generation(model) as ends:
-        for first in range(0, samples, at_once):
-            numbers = range(first, min(first + at_once, samples))
+        for begin in range(first, first + samples, at_once):
+            numbers = range(begin, min(begin + at_once, first + samples))
             # A generator for every window, so that its numbers do not depend on the others.
             generators = [
                 torch.Generator(model.device).manual_seed(nth_seed(seed, n)) for n in numbers
@@ -76,7 +78,7 @@ def sample_from_model(
             # In a chat, end tokens end a turn.
             rows.append(_drawn(model, start, seq_len, [] if chat else ends, generators))
             if progress:
-                progress("sampling text", numbers.stop, samples)
+                progress("sampling text", numbers.stop, first + samples)
     ids = torch.cat(rows)
     return Windows(ids, f"self (seed {seed})", ids.numel(), digest(ids), len(start))
 
