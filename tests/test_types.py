@@ -6,7 +6,7 @@ import problems
 from coec import types
 from coec.errors import NumericalError, OptionError
 from coec.events import record, recording
-from coec.types import Gram, GramSum, _symmetrize
+from coec.types import Gram, GramSum
 from tolerances import EXACT
 
 
@@ -36,17 +36,21 @@ def test_sums_of_bfloat16_inputs_are_exact_products_in_float64():
     assert float(sums.xx[0, 1]) == 20 * 2000 * 300.0**2
 
 
-@pytest.mark.parametrize("block", [1, 3, 7, 100])
-def test_a_gram_is_symmetric_to_the_bit(block):
-    """Made so in blocks of any size."""
-    A = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = (A + A.T) / 2
-    _symmetrize(A, block)
-    assert torch.equal(A, expected)
+@pytest.mark.parametrize("tile", [1, 3, 7, 1024])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_gram_is_symmetric_and_of_all_tiles(tile, weighted, monkeypatch):
+    """Tiles below the diagonal are not computed."""
+    monkeypatch.setattr(types, "_TILE", tile)
+    monkeypatch.setattr(types, "_MIRRORED", tile)
+    X = torch.randn(100, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    w = torch.rand(100, dtype=torch.float64) if weighted else torch.ones(100)
     sums = GramSum(7)
-    sums.update(torch.randn(100, 7))
+    for rows in range(0, 100, 50):
+        part = slice(rows, rows + 50)
+        sums.update(X[part], w[part] if weighted else None)
     G = sums.gram().xx
     assert torch.equal(G, G.T)
+    torch.testing.assert_close(G, (X * w[:, None] / w.mean()).T @ X, rtol=EXACT, atol=EXACT)
 
 
 def test_a_gram_needs_a_token():

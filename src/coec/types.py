@@ -15,6 +15,10 @@ from torch import Tensor
 from coec.devices import summed_products, widens
 from coec.errors import NumericalError, OptionError
 
+_TILE, _MIRRORED = 1024, 4096
+"""Columns of a tile of a Gram; rows and columns that are copied below its diagonal at once."""
+_FEW = 64
+"""Rows that are summed in their own dtype."""
 LARGEST = 4096
 """Energies of single tokens that sums keep: a thousandth of four million tokens. Of more tokens,
 `top_token_energy` counts these."""
@@ -130,7 +134,8 @@ class Gram:
 class GramSum:
     """Accumulates a Gram: batch products in float32 (float64 for float64 inputs), float64 sums.
 
-    Products on tensor cores, where a device has them, lose no digit (`summed_products`).
+    Products on tensor cores, where a device has them, lose no digit (`summed_products`). Of `xx`
+    only tiles on and above the diagonal are computed.
     """
 
     def __init__(self, d: int, device: torch.device | str = "cpu") -> None:
@@ -157,8 +162,6 @@ class GramSum:
         weighted = rows if w is None else rows * w
         # The sums of this batch alone, then added to the others
         batch = GramSum(0, rows.device)
-        factor = stored if widens(stored.device, stored.dtype) else rows
-        batch.xx = summed_products(factor if w is None else weighted, factor)
         energies = torch.linalg.vector_norm(rows, dim=1).double().square()
         batch.largest = energies if w is None else energies * w[:, 0]
         batch.x = _summed(weighted)
@@ -170,7 +173,12 @@ class GramSum:
         squares = deviations.square_() if w is None else deviations.square_() * w
         batch.centred = _summed(squares) - off.square() / n
         batch.precision = 0.0 if exact else torch.finfo(rows.dtype).eps
-        self.merge(batch)
+        self._add(batch)
+        factor = stored if widens(stored.device, stored.dtype) else rows
+        left = factor if w is None else weighted
+        for begin in range(0, len(self.xx), _TILE):
+            tile = slice(begin, begin + _TILE)
+            self.xx[tile, begin:] += summed_products(left[:, tile], factor[:, begin:])
 
     def add_outputs(self, norms: Float[Tensor, "..."]) -> None:
         """Adds the norms of the consumer's outputs for rows."""
@@ -178,10 +186,13 @@ class GramSum:
 
     def merge(self, addend: "GramSum") -> None:
         """Adds the sums of another, as if its rows had come after these."""
-        if not addend.tokens:
-            return
-        addend = addend.to(self.xx.device)
-        self.xx += addend.xx
+        if addend.tokens:
+            addend = addend.to(self.xx.device)
+            self.xx += addend.xx
+            self._add(addend)
+
+    def _add(self, addend: "GramSum") -> None:
+        """Adds all sums of another but `xx`."""
         if self.tokens:
             means = self.x / self.weight, addend.x / addend.weight
             weights = self.weight, addend.weight
@@ -205,11 +216,11 @@ class GramSum:
         return moved
 
     def gram(self) -> Gram:
-        """The sums, made symmetric in place and handed over, not copied: update no more.
+        """The sums, completed in place and handed over, not copied: update no more.
 
         Weights count as if their mean were 1.
         """
-        _symmetrize(self.xx)
+        _mirror(self.xx)
         if self.weight != self.tokens:
             for sums in (self.xx, self.x, self.centred, self.largest):
                 sums *= self.tokens / self.weight
@@ -218,8 +229,10 @@ class GramSum:
 
 
 def _summed(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
-    """Sum rows in float64; on a CPU a copy is summed to the same bits in a third of the time."""
-    return rows.double().sum(dim=0) if rows.is_cpu else rows.sum(dim=0, dtype=torch.float64)
+    """Sum rows in float64; on a CPU a few at a time in their own dtype, 12 times as fast."""
+    if not rows.is_cpu:
+        return rows.sum(dim=0, dtype=torch.float64)
+    return torch.stack([few.sum(dim=0) for few in rows.split(_FEW)]).sum(dim=0, dtype=torch.float64)
 
 
 def _pooled(
@@ -238,14 +251,13 @@ def _largest(a: Float[Tensor, " s"], b: Float[Tensor, " t"]) -> Float[Tensor, " 
     return joined.topk(min(LARGEST, len(joined))).values
 
 
-def _symmetrize(A: Float[Tensor, "n n"], block: int = 4096) -> None:
-    """`A ← (A + Aᵀ)/2`, a block at a time: memory may not hold a copy of a large matrix."""
-    for i in range(0, len(A), block):
-        for j in range(0, i + block, block):
-            upper, lower = A[i : i + block, j : j + block], A[j : j + block, i : i + block]
-            mean = (upper + lower.T) / 2
-            upper.copy_(mean)
-            lower.copy_(mean.T)
+def _mirror(A: Float[Tensor, "n n"]) -> None:
+    """Copy all above the diagonal below it, in blocks: memory may not hold a copy of A."""
+    for begin in range(0, len(A), _MIRRORED):
+        end = begin + _MIRRORED
+        corner = A[begin:end, begin:end]
+        corner.copy_(corner.triu() + corner.triu(1).T)
+        A[end:, begin:end] = A[begin:end, end:].T
 
 
 @dataclass(frozen=True, eq=False)
