@@ -357,7 +357,7 @@ def test_a_size_that_no_mlp_has_is_none():
         raise ModelError("refused")
 
     with pytest.raises(ModelError, match="no size in its configuration belongs to an MLP alone"):
-        infer(described.config, model, "model.layers.", build)
+        infer(described.architecture, described.config, model, "model.layers.", build)
 
 
 REFUSED = {

@@ -19,10 +19,8 @@ from coec.errors import ModelError, last_line
 from coec.models import multimodal
 from coec.models.architectures import (
     ARCHITECTURES,
-    MLP,
     WIDE,
     Architecture,
-    BlockPattern,
     architecture_of,
 )
 from coec.models.calls import decoder_of, reads_tokens
@@ -37,7 +35,6 @@ from coec.models.quantised import QUANTISATION, released_in
 
 _Model = TypeVar("_Model", bound="Description")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-HEAD, _EMBEDDING = Layout.head, Layout.embedding
 _PARAMETER = re.compile(r"(model|lm_head)\..*(weight|bias)")
 """Names of tensors that would change the function of a model with another configuration."""
 DRAFTS = "num_nextn_predict_layers"
@@ -46,8 +43,6 @@ them, and transformers does not read them. They are left out."""
 _POSITIONS = "max_position_embeddings"
 _NO_LIMIT = 2**20
 """Tokens that a model takes whose configuration names no limit."""
-_LOW_RANK = "kv_lora_rank"
-"""Configuration key of attention whose keys and values are of low rank."""
 _PARTIAL = "partial_rotary_factor"
 """Fraction of a head that is rotated; the old form has it next to `rope_scaling`."""
 _ADJUSTS = "block_auto_adjust_ff_dim"
@@ -119,11 +114,10 @@ class Description:
         tied = bool(getattr(resolved, "tie_word_embeddings", False))
         # Tensors on the meta device, which take no memory, are split for their shapes.
         stored = names.from_model(model.state_dict())
-        embedding, head = _ends(model, architecture)
+        embedding, head = _ends(model)
         shapes = {n: t.shape for n, t in stored.items() if not (tied and n == head)}
         layout = architecture.blocks.layout(shape, shapes)
         read = {key: getattr(resolved, key, None) for key in (_POSITIONS, "vocab_size")}
-        read[_POSITIONS] = read[_POSITIONS] or _NO_LIMIT
         return Description(
             config=config,
             architecture=architecture,
@@ -132,7 +126,7 @@ class Description:
             names=names,
             chosen=chosen_experts(resolved),
             shapes=shapes,
-            positions=read_size(read, _POSITIONS),
+            positions=read_size(read, _POSITIONS) if read[_POSITIONS] else _NO_LIMIT,
             vocabulary=read_size(read, "vocab_size"),
             tied=tied,
             around=around,
@@ -162,10 +156,9 @@ class Description:
     @property
     def by_token(self) -> list[str]:
         """Names of the tensors with a row for every token: of the embedding and the head."""
-        modules = [
-            name.removesuffix("weight") for name in (self.layout.embedding, self.layout.head)
-        ]
-        return [name for name in self.shapes if name.startswith(tuple(modules))]
+        ends = self.layout.embedding, self.layout.head
+        modules = tuple(name.removesuffix("weight") for name in ends)
+        return [name for name in self.shapes if name.startswith(modules)]
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -193,14 +186,14 @@ class Description:
         If keys and values of attention are of low rank, it keeps the low-rank ones.
         """
         numbers = range(self.shape.layers) if blocks is None else blocks
-        if rank := self.config.get(_LOW_RANK):
+        if rank := self.config.get("kv_lora_rank"):
             return sum(rank + int(self.config["qk_rope_head_dim"]) for _ in numbers)
         return sum(2 * self.shape.at(n).kv_heads * self.shape.head_dim for n in numbers)
 
     def cached_by_unit(self, site: Site) -> int:
         """Return how much of that belongs to one unit of a site: nothing but for a KV group."""
-        is_group = site.value is not None and not site.groups and not self.config.get(_LOW_RANK)
-        return 2 * self.shape.head_dim if is_group else 0
+        low_rank = self.config.get("kv_lora_rank")
+        return 2 * self.shape.head_dim if site.value and not (site.groups or low_rank) else 0
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """Build the transformers model on the meta device: shapes, no memory."""
@@ -345,27 +338,18 @@ def _inferred(
     `like` has them already.
     """
     layers, _ = decoder_of(model)
-    if like is not None:
-        return like, Names.of(model, layers, like.parts)
     if loading is None:
         raise ModelError(
             f"model type '{architecture.model_type}' needs transformers 5: its tensors have other "
             "names in files"
         )
-    found = infer(config, model, layers, lambda other: _skeleton(_stock(other)))
-    blocks = BlockPattern((*architecture.blocks.sites, *found.sites), found.experts)
-    flags = architecture.bias_flags
-    if found.bias is not None:
-        flags = {**flags, MLP.name: found.bias}
-    completed = replace(architecture, blocks=blocks, widths=found.widths,
-                        by_block=found.by_block, bias_flags=flags)  # fmt: skip
-    return completed, Names.of(model, layers, {})
+    if like is None:
+        like = infer(architecture, config, model, layers, lambda other: _skeleton(_stock(other)))
+    return like, Names.of(model, layers, like.parts)
 
 
-def _ends(model: PreTrainedModel, architecture: Architecture) -> tuple[str, str]:
+def _ends(model: PreTrainedModel) -> tuple[str, str]:
     """Return the names of a model's embedding and head."""
-    if not architecture.inferred:
-        return _EMBEDDING, HEAD
     paths = {id(module): f"{name}.weight" for name, module in model.named_modules()}
     embedding, head = map(id, (model.get_input_embeddings(), model.get_output_embeddings()))
     if not paths.keys() >= {embedding, head}:
@@ -475,7 +459,7 @@ def check_headers(
     for name, header in headers.items():
         place = f"{name} in '{header.file}'"
         if name not in expected:
-            if _PARAMETER.fullmatch(name) and name != HEAD:
+            if _PARAMETER.fullmatch(name) and name != Layout.head:
                 raise ModelError(
                     f"{place} has no place in a model of this config.json: it would be dropped; "
                     "mend the configuration (a bias has a flag there), or the files"

@@ -7,15 +7,15 @@ experts. What mixes tokens keeps its shape, so it plays no part.
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from coec.errors import ModelError, first_line
-from coec.models.architectures import Experts, SitePattern
+from coec.models.architectures import MLP, Architecture, BlockPattern, Experts, SitePattern
 from coec.models.files import JsonDict
 from coec.models.names import is_stack
 
@@ -35,24 +35,42 @@ _FEWEST = 8
 """Channels below which no size is taken for one of an MLP."""
 
 
-@dataclass(frozen=True)
-class Inferred:
-    """The MLPs of a decoder.
+@dataclass(frozen=True, eq=False)
+class _Decoder:
+    """A model on the meta device, and its class.
 
     Attributes:
-        sites: their patterns.
-        widths: field of `Shape` → configuration key with the number of channels.
-        by_block: keys of these whose values are lists, with a number for every block.
-        bias: configuration key that gives the projections of its MLP a bias, empty if they have
-            one in any case; None without one.
-        experts: its experts, if it has any.
+        config: its raw configuration.
+        model: the model.
+        layers: the path of its layers, with a dot at the end.
+        build: builds it with another configuration.
     """
 
-    sites: tuple[SitePattern, ...]
-    widths: Mapping[str, str] = field(default_factory=dict)
-    by_block: tuple[str, ...] = ()
-    bias: str | None = None
-    experts: Experts | None = None
+    config: JsonDict
+    model: Any
+    layers: str
+    build: Build
+
+    @property
+    def given(self) -> JsonDict:
+        """The configuration with the defaults of its class; its own keys come first."""
+        return self.config | self.model.config.to_dict() | self.config
+
+    def state_with(self, key: str, value: Any) -> dict[str, Tensor]:
+        """Return the tensors with another value of a key; none where the class refuses it."""
+        try:
+            state: dict[str, Tensor] = self.build({**self.config, key: value}).state_dict()
+        except ModelError:
+            return {}
+        return state
+
+    def module(self, layer: int, path: str) -> Any:
+        """Return a module of a layer, or the layer itself."""
+        return self.model.get_submodule(f"{self.layers}{layer}.{path}".rstrip("."))
+
+    def inside(self, name: str) -> str:
+        """Return the name of a tensor relative to its layer."""
+        return name.removeprefix(self.layers).partition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -65,10 +83,13 @@ class _Change:
     dim: int
 
 
-def infer(config: JsonDict, model: Any, layers: str, build: Build) -> Inferred:
-    """Find the MLPs of a model.
+def infer(
+    architecture: Architecture, config: JsonDict, model: Any, layers: str, build: Build
+) -> Architecture:
+    """Return an architecture with the MLPs and experts of a model.
 
     Args:
+        architecture: that of its type, with the sites of attention alone.
         config: its raw configuration.
         model: the model on the meta device.
         layers: the path of its layers, with a dot at the end.
@@ -77,16 +98,14 @@ def infer(config: JsonDict, model: Any, layers: str, build: Build) -> Inferred:
     Raises:
         ModelError: no size of the configuration belongs to MLPs alone, with the reason.
     """
+    decoder = _Decoder(config, model, layers, build)
     found: dict[tuple[str, str], tuple[SitePattern, str]] = {}
     reasons: list[str] = []
-    sizes = list(_sizes(config, model))
+    sizes = {key: value for key, value in decoder.given.items() if _may_be_channels(value)}
     for likely in (True, False):
-        for key, value in sizes:
-            if bool(_LIKELY.search(key)) is not likely:
-                continue
-            changes = _changes(model, layers, build, config, key, value)
+        for key in (key for key in sizes if bool(_LIKELY.search(key)) is likely):
             try:
-                for pattern in _sites(model, layers, changes):
+                for pattern in _sites(decoder, _changes(decoder, key, sizes[key])):
                     found.setdefault((pattern.name, pattern.consumer), (pattern, key))
             except ModelError as error:
                 reasons.append(str(error))
@@ -95,55 +114,44 @@ def infer(config: JsonDict, model: Any, layers: str, build: Build) -> Inferred:
     if not found:
         why = reasons[0] if reasons else "no size in its configuration belongs to an MLP alone"
         raise ModelError(f"model type '{config['model_type']}' has no channels to remove: {why}")
-    widths = _slots(found.values())
-    fields = {key: name for name, key in widths.items()}
+    fields = _fields(list(found.values()))
     sites = tuple(
         replace(pattern, counted_by=fields[key])
         for pattern, key in sorted(found.values(), key=lambda entry: _ORDER.index(entry[0].name))
     )
-    routed = [site for site in sites if "{}" in site.consumer]
-    lists = tuple(key for key, value in sizes if key in fields and isinstance(value, list))
-    return Inferred(
-        sites, widths, lists, _bias(config, model, build, sites, layers),
-        _experts(config, model, layers, build, routed[0]) if routed else None,
-    )  # fmt: skip
+    routed = next((site for site in sites if "{}" in site.consumer), None)
+    experts = None if routed is None else _experts(decoder, routed)
+    flag = _bias(decoder, {site.consumer for site in sites if site.name == MLP.name})
+    return replace(
+        architecture,
+        blocks=BlockPattern((*architecture.blocks.sites, *sites), experts),
+        widths={name: key for key, name in fields.items()},
+        by_block=tuple(key for key in sizes if key in fields and isinstance(sizes[key], list)),
+        bias_flags={**architecture.bias_flags, **({} if flag is None else {MLP.name: flag})},
+    )
 
 
-def _sizes(config: JsonDict, model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a configuration that may be sizes of an MLP."""
-    for key, value in _given(config, model).items():
-        numbers = value if isinstance(value, list) else [value]
-        if numbers and all(type(n) is int and n >= _FEWEST for n in numbers):
-            yield key, value
+def _numbers(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
-def _given(config: JsonDict, model: Any) -> JsonDict:
-    """Return a configuration with the defaults of its class; its own keys come first."""
-    return config | {k: v for k, v in model.config.to_dict().items() if k not in config}
+def _may_be_channels(value: Any) -> bool:
+    numbers = _numbers(value)
+    return bool(numbers) and all(type(n) is int and n >= _FEWEST for n in numbers)
 
 
 def _halved(value: Any) -> Any:
     return [n // 2 for n in value] if isinstance(value, list) else value // 2
 
 
-def _state(build: Build, config: JsonDict) -> dict[str, Tensor]:
-    """Return the tensors of a model with another configuration; none where its class refuses."""
-    try:
-        state: dict[str, Tensor] = build(config).state_dict()
-    except ModelError:
-        return {}
-    return state
-
-
-def _changes(
-    model: Any, layers: str, build: Build, config: JsonDict, key: str, value: Any
-) -> list[_Change]:
+def _changes(decoder: _Decoder, key: str, value: Any) -> list[_Change]:
     """Return what half of a size changes; nothing if it is not the size of single dimensions of
     tensors in layers.
     """
-    before, smaller = model.state_dict(), _state(build, {**config, key: _halved(value)})
+    before, smaller = decoder.model.state_dict(), decoder.state_with(key, _halved(value))
     if before.keys() != smaller.keys():
         return []
+    expected = {n / (n // 2) for n in _numbers(value)}
     changes = []
     for name, tensor in before.items():
         new = smaller[name]
@@ -151,34 +159,32 @@ def _changes(
             continue
         dims = [d for d in range(tensor.ndim) if tensor.shape[d] != new.shape[d]]
         factors = {tensor.shape[d] / new.shape[d] for d in dims}
-        if len(dims) != 1 or not name.startswith(layers) or factors - _factors(value):
+        if len(dims) != 1 or not name.startswith(decoder.layers) or factors - expected:
             return []
-        number, _, inside = name.removeprefix(layers).partition(".")
+        number, _, inside = name.removeprefix(decoder.layers).partition(".")
         module, _, parameter = inside.rpartition(".")
         changes.append(_Change(int(number), module, parameter, dims[0]))
     return changes
 
 
-def _factors(value: Any) -> set[float]:
-    numbers = value if isinstance(value, list) else [value]
-    return {n / (n // 2) for n in numbers}
-
-
-def _sites(model: Any, layers: str, changes: list[_Change]) -> Iterator[SitePattern]:
+def _sites(decoder: _Decoder, changes: list[_Change]) -> Iterator[SitePattern]:
     """Yield the patterns of sites that explain all changes; raises ModelError if none do."""
     # Tensors by their layer and the module that holds the projections
     groups: dict[tuple[int, str], list[_Change]] = {}
     for change in changes:
-        stacked = is_stack(_module(model, layers, change))
+        stacked = is_stack(decoder.module(change.layer, change.module))
         parent = change.module if stacked else change.module.rpartition(".")[0]
         groups.setdefault((change.layer, parent), []).append(change)
     patterns: dict[int, dict[str, SitePattern]] = {}
     for (layer, parent), group in groups.items():
-        of = _module(model, layers, group[0])
-        if is_stack(of):
-            pattern = _of_stack(parent, of)
+        module = decoder.module(layer, group[0].module)
+        if is_stack(module):  # a site for every expert
+            gated = hasattr(module, "gate_up_proj")
+            names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+            producers = tuple(f"{parent}.{{}}.{name}" for name in names)
+            pattern = _pattern("expert", producers, f"{parent}.{{}}.down_proj")
         else:
-            pattern = _of_linears(model, layers, parent, group)
+            pattern = _of_linears(decoder, parent, group)
         kinds = patterns.setdefault(layer, {})
         if pattern.name in kinds:
             raise ModelError(f"a layer has two modules of one size ({parent})")
@@ -186,23 +192,11 @@ def _sites(model: Any, layers: str, changes: list[_Change]) -> Iterator[SitePatt
     yield from dict.fromkeys(p for kinds in patterns.values() for p in kinds.values())
 
 
-def _module(model: Any, layers: str, change: _Change) -> Any:
-    return model.get_submodule(f"{layers}{change.layer}.{change.module}".rstrip("."))
-
-
-def _of_stack(module: str, experts: Any) -> SitePattern:
-    """Return the site of every expert in a module with parameters of all."""
-    gated = hasattr(experts, "gate_up_proj")
-    names = ("gate_proj", "up_proj") if gated else ("up_proj",)
-    producers = tuple(f"{module}.{{}}.{name}" for name in names)
-    return _pattern("expert", producers, f"{module}.{{}}.down_proj")
-
-
-def _of_linears(model: Any, layers: str, parent: str, group: list[_Change]) -> SitePattern:
+def _of_linears(decoder: _Decoder, parent: str, group: list[_Change]) -> SitePattern:
     """Return the site of an MLP; raises ModelError unless its change is one of linear layers."""
     consumers, producers, columns = [], [], 0
     for change in group:
-        linear = _module(model, layers, change)
+        linear = decoder.module(change.layer, change.module)
         if not isinstance(linear, nn.Linear):
             raise ModelError(
                 f"{change.module}.{change.parameter} has numbers for every channel and is no "
@@ -222,29 +216,21 @@ def _of_linears(model: Any, layers: str, parent: str, group: list[_Change]) -> S
     order = sorted(producers, key=lambda entry: entry[0].rpartition(".")[2] not in _GATES)
     name = "shared" if "shared" in parent else "mlp"
     pattern = _pattern(name, tuple(m for m, _ in order), consumers[0], 2 if fused else 1)
-    mlp = model.get_submodule(f"{layers}{group[0].layer}.{parent}".rstrip("."))
-    if parent and _compares(mlp, pattern, columns):
+    if parent and _compares(decoder.module(group[0].layer, parent), pattern, columns):
         raise ModelError(f"{parent} compares channels with each other before {consumers[0]}")
     return pattern
 
 
-class _Gives(nn.Module):
-    """Stand-in for a projection that returns given numbers."""
+class _StandIn(nn.Module):
+    """Stand-in for a projection that notes its inputs, and returns given numbers or them."""
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Tensor | None = None) -> None:
         super().__init__()
         self.numbers = numbers
 
-    def forward(self, _: Tensor) -> Tensor:
-        return self.numbers
-
-
-class _Notes(nn.Module):
-    """Stand-in for a projection that notes its inputs."""
-
     def forward(self, inputs: Tensor) -> Tensor:
         self.inputs = inputs
-        return inputs
+        return inputs if self.numbers is None else self.numbers
 
 
 def _compares(mlp: nn.Module, pattern: SitePattern, columns: int) -> bool:
@@ -256,10 +242,10 @@ def _compares(mlp: nn.Module, pattern: SitePattern, columns: int) -> bool:
     numbers = torch.randn(2, columns, generator=torch.Generator().manual_seed(0))
 
     def read(size: int) -> Tensor:
-        copied, noting = copy.deepcopy(mlp), _Notes()
+        copied, noting = copy.deepcopy(mlp), _StandIn()
         for number, module in enumerate(pattern.producers):
             rows = numbers if pattern.projections == 2 else numbers[number % 2 : number % 2 + 1]
-            given = _Gives(rows[:, :size].reshape(1, 1, -1))
+            given = _StandIn(rows[:, :size].reshape(1, 1, -1))
             setattr(copied, module.rpartition(".")[2], given)
         setattr(copied, pattern.consumer.rpartition(".")[2], noting)
         copied.to_empty(device="cpu")
@@ -285,61 +271,57 @@ def _pattern(
     )
 
 
-def _slots(found: Any) -> dict[str, str]:
+def _fields(found: list[tuple[SitePattern, str]]) -> dict[str, str]:
     """Assign a field of `Shape` to every configuration key."""
-    widths: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for pattern, key in found:
-        if key in widths.values():
-            continue
-        wanted = "ffn" if key == "intermediate_size" else _SLOTS[pattern.name]
-        free = [slot for slot in (wanted, *_SLOTS.values()) if slot not in widths]
-        widths[free[0]] = key
-    return widths
+        if key not in fields:
+            usual = "ffn" if key == "intermediate_size" else _SLOTS[pattern.name]
+            free = (slot for slot in (usual, *_SLOTS.values()) if slot not in fields.values())
+            fields[key] = next(free)
+    return fields
 
 
-def _bias(
-    config: JsonDict, model: Any, build: Build, sites: tuple[SitePattern, ...], layers: str
-) -> str | None:
+def _bias(decoder: _Decoder, consumers: set[str]) -> str | None:
     """Return the configuration key that gives the consumers of MLPs a bias; None without one.
 
     It is empty if they have one in any case.
     """
-    consumers = {site.consumer for site in sites if site.name == "mlp"}
-    if any(name.endswith(f".{c}.bias") for name in model.state_dict() for c in consumers):
+    before = decoder.model.state_dict()
+    biases = {f"{consumer}.bias" for consumer in consumers}
+    if any(name.endswith(f".{bias}") for name in before for bias in biases):
         return ""
-    given = _given(config, model)
-    for key in (key for key, value in given.items() if "bias" in key and value is False):
-        added = _state(build, {**config, key: True}).keys() - model.state_dict().keys()
-        inside = {name.removeprefix(layers).partition(".")[2] for name in added}
-        if consumers and {f"{consumer}.bias" for consumer in consumers} <= inside:
-            return str(key)
+    for key, value in decoder.given.items():
+        if biases and "bias" in key and value is False:
+            added = decoder.state_with(key, True).keys() - before.keys()
+            if biases <= set(map(decoder.inside, added)):
+                return str(key)
     return None
 
 
-def _experts(config: JsonDict, model: Any, layers: str, build: Build, site: SitePattern) -> Experts:
+def _experts(decoder: _Decoder, site: SitePattern) -> Experts:
     """Return the experts of a model, with the tensors that have a dimension of their number."""
     module = site.consumer.partition(".{}")[0]
+    before, given = decoder.model.state_dict(), decoder.given
     count = next(
-        len(of.down_proj) for name, of in model.named_modules() if name.endswith(f".{module}")
+        len(experts.down_proj)
+        for name, experts in decoder.model.named_modules()
+        if name.endswith(f".{module}")
     )
-    given = _given(config, model)
-    keys = (
-        key for key in given
-        if _COUNTS.search(key) and not _NOT_COUNTS.search(key)
-        and given[key] in (count, [count] * len(model.get_submodule(layers[:-1])))
-    )  # fmt: skip
-    before = model.state_dict()
-    for key in keys:
-        fewer = _state(build, {**config, key: _halved(given[key])})
-        router: dict[str, int] = {}
-        for name, tensor in before.items():
-            if name not in fewer or tensor.shape == fewer[name].shape:
-                continue
-            inside = name.removeprefix(layers).partition(".")[2]
-            if not inside.startswith(f"{module}."):
-                router[inside] = list(tensor.shape).index(count)
+    blocks = len(decoder.model.get_submodule(decoder.layers[:-1]))
+    for key, value in given.items():
+        named = _COUNTS.search(key) and not _NOT_COUNTS.search(key)
+        if not named or value not in (count, [count] * blocks):
+            continue
+        fewer = decoder.state_with(key, _halved(value))
+        router = {
+            decoder.inside(name): list(tensor.shape).index(count)
+            for name, tensor in before.items()
+            if name in fewer and tensor.shape != fewer[name].shape
+            and not decoder.inside(name).startswith(f"{module}.")
+        }  # fmt: skip
         if router:
-            return Experts(module, key, isinstance(given[key], list), tuple(router.items()))
+            return Experts(module, key, isinstance(value, list), tuple(router.items()))
     return Experts(module)
 
 
