@@ -23,9 +23,6 @@ from coec.models.files import JsonDict
 from coec.models.layout import BlockLayout, Layout, Rows, Shape, Site
 from coec.models.quantised import released_in
 
-_KINDS = ("weight", "bias")
-"""Tensors that a module may have."""
-
 
 @dataclass(frozen=True)
 class SitePattern:
@@ -76,15 +73,8 @@ class SitePattern:
                 return
             if not units:
                 raise ModelError(f"config.json does not say how many {unit}s {module} has")
-            # Every tensor of the producers → the rows of its projections, which units divide
             columns = shapes[f"{consumer}.weight"][1]
-            producers = [
-                rows
-                for module in self.producers
-                for name in (f"{prefix}{module.format(number)}.{kind}" for kind in _KINDS)
-                if name in shapes
-                for rows in self._split(name, shapes[name][0], columns)
-            ]
+            producers = list(self._projections(prefix, number, columns, shapes))
             values = f"{prefix}{self.value}.weight" if self.value else ""
             value = next((rows for rows in producers[::-1] if rows.tensor == values), None)
             if heads:  # queries come first, and have as many rows as the consumer has columns
@@ -108,15 +98,22 @@ class SitePattern:
                 groups=shape.kv_heads if heads else 0,
             )
 
-    def _split(self, tensor: str, rows: int, columns: int) -> list[Rows]:
-        """Split a producer's rows into projections, in order."""
-        if self.projections == 1:
-            return [Rows(tensor, 0, rows)]
-        # Queries first, with as many rows as the consumer has columns; the others are alike.
-        first = columns if self.value else rows // self.projections
-        size = (rows - first) // (self.projections - 1)
-        starts = [0, *(first + size * number for number in range(self.projections - 1))]
-        return [Rows(tensor, *ends) for ends in zip(starts, [*starts[1:], rows], strict=True)]
+    def _projections(
+        self, prefix: str, number: int, columns: int, shapes: Mapping[str, torch.Size]
+    ) -> Iterator[Rows]:
+        """Yield the rows of every projection in the tensors of the producers, in order."""
+        for module, kind in itertools.product(self.producers, ("weight", "bias")):
+            tensor = f"{prefix}{module.format(number)}.{kind}"
+            if tensor not in shapes:
+                continue
+            rows, starts = shapes[tensor][0], [0]
+            if self.projections > 1:
+                # Queries first, as many rows as the consumer has columns; the others are alike.
+                first = columns if self.value else rows // self.projections
+                size = (rows - first) // (self.projections - 1)
+                starts += [first + size * index for index in range(self.projections - 1)]
+            for start, stop in itertools.pairwise([*starts, rows]):
+                yield Rows(tensor, start, stop)
 
 
 WIDE = ("e_score_correction_bias", "A_log", "dt_bias")
@@ -156,22 +153,16 @@ class BlockPattern:
 
         The units of attention are KV groups, or query heads.
         """
-        blocks = (
-            self._block(index, shape.at(index), shapes, heads=heads)
-            for index in range(shape.layers)
-        )
+        blocks = []
+        for index in range(shape.layers):
+            prefix, sizes = f"model.layers.{index}.", shape.at(index)
+            sites = (
+                site
+                for pattern in self.sites
+                for site in pattern.sites(index, prefix, sizes, shapes, heads=heads)
+            )
+            blocks.append(BlockLayout(index, prefix, tuple(sites), self._router(prefix, shapes)))
         return Layout(tuple(blocks))
-
-    def _block(
-        self, index: int, shape: Shape, shapes: Mapping[str, torch.Size], *, heads: bool
-    ) -> BlockLayout:
-        prefix = f"model.layers.{index}."
-        sites = (
-            site
-            for pattern in self.sites
-            for site in pattern.sites(index, prefix, shape, shapes, heads=heads)
-        )
-        return BlockLayout(index, prefix, tuple(sites), self._router(prefix, shapes))
 
     def _router(self, prefix: str, shapes: Mapping[str, torch.Size]) -> tuple[Rows, ...]:
         if self.experts is None:
@@ -271,17 +262,13 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _blocks() -> dict[str, BlockPattern]:
+def _architectures() -> dict[str, Architecture]:
     tables = packaged("blocks.toml")
     sites = {name: SitePattern(**table) for name, table in tables["sites"].items()}
-    return {
+    blocks = {
         name: BlockPattern(tuple(sites[site] for site in table["sites"]))
         for name, table in tables["blocks"].items()
     }
-
-
-def _architectures() -> dict[str, Architecture]:
-    blocks = _blocks()
     return {
         name: Architecture(name, **table | {"blocks": blocks[table.get("blocks", "llama")]})
         for name, table in packaged("architectures.toml").items()

@@ -10,7 +10,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from coec.errors import ModelError
 from coec.models.files import Header, Piece
 
 loading: Any
-try:  # in transformers 4.57 files are as the model that runs
+try:  # transformers 4.57 has no conversions, and `Description.of` refuses models that need them
     loading = importlib.import_module("transformers.core_model_loading")
 except ImportError:
     loading = None
@@ -123,7 +123,7 @@ class Names:
         state, place = model.state_dict(), placer(model)
         stacks = _stacks(model, layers)
         files: dict[str, list[tuple[int | None, str]]] = {}
-        for stored in _written_state(model, state):
+        for stored in loading.revert_weight_conversion(model, dict(state)):
             name, part = place(stored)
             files.setdefault(name, []).append((part, stored))
         running: dict[str, Source] = {}
@@ -317,8 +317,6 @@ several are concatenated."""
 
 def placer(model: Any) -> Place:
     """Return where a model's tensors belong, by the conversions that transformers loads it with."""
-    if loading is None:
-        return lambda name: (name, None)
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
     known = mapping.get_model_conversion_mapping(model)
     renamings = [entry for entry in known if isinstance(entry, loading.WeightRenaming)]
@@ -335,10 +333,3 @@ def placer(model: Any) -> Place:
         return name, None if pattern is None else parts[pattern]
 
     return place
-
-
-def _written_state(model: Any, state: Mapping[str, Tensor]) -> Iterable[str]:
-    """Return the names under which transformers saves a model."""
-    if loading is None:
-        return state
-    return cast(dict[str, Tensor], loading.revert_weight_conversion(model, dict(state)))
