@@ -102,7 +102,8 @@ def compute_buffers(decoder: Any, device: torch.device) -> None:
     for module in owners:
         for name, buffer in own_buffers(module).items():
             if buffer.is_meta:
-                setattr(module, name, _unknown(buffer, device))
+                no_value = math.nan if buffer.is_floating_point() else 0
+                setattr(module, name, torch.full_like(buffer, no_value, device=device))
     # Weights are on the meta device, where it costs nothing that these functions fill them too.
     for module in owners:
         if not all(map(_has_value, own_buffers(module).values())):
@@ -122,12 +123,6 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a module itself that are stored nowhere, by name."""
     unstored = module._non_persistent_buffers_set
     return {n: b for n, b in module.named_buffers(recurse=False) if n in unstored}
-
-
-def _unknown(buffer: Tensor, device: torch.device) -> Tensor:
-    """Return a buffer of no value yet."""
-    value = math.nan if buffer.is_floating_point() else 0
-    return torch.full_like(buffer, value, device=device)
 
 
 def _has_value(buffer: Tensor) -> bool:

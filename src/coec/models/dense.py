@@ -40,7 +40,6 @@ from coec.models.surgery import dtype_of
 
 OUTSIDE = ""
 """Stands for the weights outside of all blocks, instead of a block's prefix."""
-_OUTSIDE_NAME = "embedding, final norm or head"
 _SAMPLED = 2**16
 """Bytes of every tensor that `Dense.fingerprint` reads."""
 
@@ -197,10 +196,8 @@ class Dense(Description):
     def _compare(self, prefix: str) -> None:
         for expected_prefix, digest, since in self.expected:
             if expected_prefix == prefix and self._digest(prefix) != digest:
-                raise ModelError(
-                    f"'{self.name}' was changed ({prefix.strip('.') or _OUTSIDE_NAME}) since "
-                    f"{since}"
-                )
+                place = prefix.strip(".") or "embedding, final norm or head"
+                raise ModelError(f"'{self.name}' was changed ({place}) since {since}")
 
     def _digest(self, prefix: str) -> str:
         return _joined(f"{name} {self._hash(name)}" for name in self._names_by_prefix[prefix])

@@ -211,9 +211,9 @@ class Piece:
     rows: slice
     transposed: bool = False
 
-    def of(self, whole: Tensor) -> Tensor:
-        """Take the projection out of the tensor."""
-        one = whole[self.expert]
+    def of(self, whole: Any) -> Tensor:
+        """Take the projection out of the tensor, or out of a slice of an open file."""
+        one: Tensor = whole[self.expert]
         return (one.T if self.transposed else one)[self.rows]
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
@@ -225,8 +225,7 @@ class Piece:
         if not self.transposed and self.rows.step is None:
             part: Tensor = whole[self.expert, self.rows]
             return part
-        one: Tensor = whole[self.expert]
-        return (one.T if self.transposed else one)[self.rows].contiguous()
+        return self.of(whole).contiguous()
 
 
 @dataclass(frozen=True)

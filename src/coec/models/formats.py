@@ -7,7 +7,6 @@ express the pruned shape and its biases, and whose configuration class accepts i
 that load a checkpoint as it is, and their limits, are data in `loaders.toml`.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -75,7 +74,10 @@ _CONDITIONS: Mapping[str, Callable[[Traits], bool]] = {
     "non_uniform_heads": lambda traits: _heads_differ(traits.sizes),
     "odd_channels": lambda traits: not non_uniform.whole_multiples(traits.sizes),
     "odd_experts": lambda traits: bool((traits.sizes.expert_ffn or traits.sizes.ffn) % 32),
-    "kinds_moved": lambda traits: traits.fewer_blocks and has_kinds(traits.config),
+    "kinds_moved": lambda traits: (
+        traits.fewer_blocks
+        and any(len(set(kinds)) > 1 for kinds in _kinds(_resolved(traits.config)).values())
+    ),
     "llama3_positions": lambda traits: any(
         isinstance(form := traits.config.get(key), dict) and form.get("rope_type") == "llama3"
         for key in ("rope_scaling", "rope_parameters")
@@ -259,8 +261,7 @@ def _refusal(
 
 def _class_refusal(config: JsonDict) -> str | None:
     try:
-        raw = decoded(copy.deepcopy(config))
-        AutoConfig.for_model(**raw)  # it changes its arguments
+        _resolved(config)
     except Exception as error:  # configuration classes may raise anything
         return last_line(error)
     return None
@@ -321,14 +322,14 @@ def without_blocks(config: JsonDict, dropped: Collection[int]) -> JsonDict:
     """
     if not dropped:
         return config
-    resolved: Any = AutoConfig.for_model(**_plain(config))
+    resolved = _resolved(config)
     layers = resolved.num_hidden_layers
     stay = [index for index in range(layers) if index not in dropped]
     short = {
         key: [value[index] for index in stay]
         if isinstance(value, list) and len(value) == layers
         else value
-        for key, value in (config | _kinds(config)).items()
+        for key, value in (config | _kinds(resolved)).items()
     }
     short |= {_LAYERS: len(stay)} if _LAYERS in config else {}
     if _FIRST in config:
@@ -342,20 +343,15 @@ def without_blocks(config: JsonDict, dropped: Collection[int]) -> JsonDict:
     return short
 
 
-def has_kinds(config: JsonDict) -> bool:
-    """Tell whether layers are of several kinds, which programs may take from their numbers."""
-    return any(len(set(kinds)) > 1 for kinds in _kinds(config).values())
-
-
-def _kinds(config: JsonDict) -> dict[str, list[Any]]:
+def _kinds(resolved: Any) -> dict[str, list[Any]]:
     """Return the lists of `_BY_BLOCK` as the class has them, given or derived; none it lacks."""
-    resolved: Any = AutoConfig.for_model(**_plain(config))
     return {key: value for key in _BY_BLOCK if (value := getattr(resolved, key, None))}
 
 
-def _plain(config: JsonDict) -> JsonDict:
-    """Return a configuration as its class takes it, without code."""
-    return {key: value for key, value in decoded(config).items() if key != "auto_map"}
+def _resolved(config: JsonDict) -> Any:
+    """Return a configuration as its class completes it; the code of a folder plays no part."""
+    plain = {key: value for key, value in decoded(config).items() if key != "auto_map"}
+    return AutoConfig.for_model(**plain)
 
 
 def renumbered(name: str, dropped: Collection[int]) -> str | None:

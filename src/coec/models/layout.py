@@ -50,20 +50,16 @@ def _block_widths(tables: Any, layers: int) -> list[JsonDict]:
         raise ModelError(f"{BLOCK_WIDTHS} in config.json is no list of tables: {tables!r:.40}")
     if len(tables) != layers:
         raise ModelError(f"{BLOCK_WIDTHS} in config.json is of {len(tables)} blocks of {layers}")
-    if unknown := {str(key) for widths in tables for key in widths} - set(_FIELDS):
+    if unknown := {str(key) for widths in tables for key in widths}.difference(_WIDTHS):
         raise ModelError(
             f"{BLOCK_WIDTHS} in config.json holds {min(unknown)!r:.80}; known are "
-            + ", ".join(_FIELDS)
+            + ", ".join(_WIDTHS)
         )
     return tables
 
 
-_FIELDS = {
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "intermediate_size": "ffn",
-}
-"""Configuration keys that pruning changes, and the fields of `Shape` with their values."""
+_WIDTHS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Configuration keys that pruning changes."""
 _BY_BLOCK = ("kv_heads", "group", "ffn")
 """Fields of `Shape` that may differ by block."""
 BLOCK_WIDTHS = "block_widths"

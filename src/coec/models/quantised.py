@@ -33,16 +33,22 @@ _WRITTEN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8(Header):
-    """A weight in FP8, with a scale for every `block` of rows and columns."""
+class _Scaled(Header):
+    """A weight whose scales are another tensor."""
 
     scale: Header
-    block: tuple[int, int]
 
     @property
     def files(self) -> tuple[str, ...]:
         """Names of the files that it is read from."""
         return self.file, self.scale.file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8(_Scaled):
+    """A weight in FP8, with a scale for every `block` of rows and columns."""
+
+    block: tuple[int, int]
 
     def read(self, content: Any, folder: Path) -> Tensor:
         """Read the weight in bfloat16; its scales are in any file of the folder."""
@@ -55,17 +61,10 @@ class Fp8(Header):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mxfp4(Header):
+class Mxfp4(_Scaled):
     """The weights of all experts in MXFP4: experts × inputs × outputs, stored as codes of
     experts × outputs × groups × 16 bytes.
     """
-
-    scale: Header
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Names of the files that it is read from."""
-        return self.file, self.scale.file
 
     def read(self, content: Any, folder: Path) -> Tensor:
         """Read the weights in bfloat16, or of a piece; one expert is decoded at a time."""

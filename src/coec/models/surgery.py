@@ -171,7 +171,8 @@ def routed_inputs(
         token, place = (index == expert).nonzero(as_tuple=True)
         p = weights[token, place, None]
         if not len(token):
-            channels = hidden.new_zeros(0, _channels(experts))
+            columns = experts.down_proj.shape[1 if is_transposed(experts) else 2]
+            channels = hidden.new_zeros(0, columns)
             yield expert, token, channels, channels.sum(dim=-1)
             continue
         # The module itself, of these tokens and this expert alone
@@ -191,11 +192,6 @@ def _of_all(
     for expert, (inputs, inside, output) in enumerate(zip(*by_expert, strict=True)):
         token = inputs.any(dim=-1).nonzero().flatten()
         yield expert, token, inside[token], output[token].norm(dim=-1)
-
-
-def _channels(experts: Any) -> int:
-    size: int = experts.down_proj.shape[1 if is_transposed(experts) else 2]
-    return size
 
 
 class _Inputs(TorchFunctionMode):
