@@ -129,19 +129,15 @@ class Names:
         running: dict[str, Source] = {}
         written: dict[str, Source] = {}
         for name in state:
-            here = _canonical(name, layers)
+            source: str | Stack = stacks.get(name) or _canonical(name, layers)
             stored_in = sorted(files.get(name, [(None, name)]), key=lambda entry: entry[0] or 0)
-            whole = [part for part, _ in stored_in] == [None]
-            if (stack := stacks.get(name)) is not None:
-                running[name] = stack
-                if whole:
-                    written[stored_in[0][1]] = stack
-                else:
-                    written |= {file: _of_expert(stack, file, part) for part, file in stored_in}
-            elif whole:
-                running[name] = written[stored_in[0][1]] = here
+            if [part for part, _ in stored_in] == [None]:
+                running[name] = written[stored_in[0][1]] = source
+            elif isinstance(source, Stack):
+                running[name] = source
+                written |= {file: _of_expert(source, file, part) for part, file in stored_in}
             else:
-                module, _, kind = here.rpartition(".")
+                module, _, kind = source.rpartition(".")
                 parts = [f"{module}.{number}.{kind}" for number in range(len(stored_in))]
                 sizes = rows.get(_in_block(parts[0]), ())
                 if sum(sizes) != len(state[name]):

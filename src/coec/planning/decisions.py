@@ -170,8 +170,6 @@ class Decisions:
     @cached_property
     def stored_names(self) -> dict[str, str]:
         """Names of the tensors of the result, and their names before blocks were dropped."""
-        if not self.dropped:
-            return {name: name for name in self.pruned_shapes}
         renamed = {renumbered(name, self.dropped): name for name in self.pruned_shapes}
         return {stored: name for stored, name in renamed.items() if stored is not None}
 
@@ -262,14 +260,7 @@ class Decisions:
             "layers": self.dense.layers,
             "dropped_blocks": list(self.dropped) if self.chosen else None,
             "inside": self.model.around.name if self.model.around else None,
-            "widths": {
-                name: {
-                    "before": _by_block(self.dense, size),
-                    "after": _by_block(self.pruned, size, self.dropped),
-                }
-                for name, size in self._size_names().items()
-            }
-            | self._vocabulary_sizes(),
+            "widths": self._widths_by_name(),
             "parameters": {"before": before, "after": after},
             "active": self._active() if self.model.layout.experts else None,
             "removed": {**removed, "parameters": (before - after) / before},
@@ -278,10 +269,24 @@ class Decisions:
             "seq_len": self.seq_len,
         }
 
-    def _vocabulary_sizes(self) -> dict[str, dict[str, int]]:
-        """Return the sizes of the vocabulary, if it changes."""
-        sizes = {"before": self.model.vocabulary, "after": self.vocabulary}
-        return {} if len(set(sizes.values())) == 1 else {VOCABULARY: sizes}
+    def _widths_by_name(self) -> dict[str, dict[str, int | list[int]]]:
+        """Return every size that pruning changes, before and after."""
+        fields = {
+            pattern.name: pattern.counted_by for pattern in self.model.architecture.blocks.sites
+        }
+        channels = [site.kind for site in self.model.layout.kinds if site.value is None]
+        sizes = {_PLURALS.get(name, name): fields[name] for name in channels}
+        sizes |= {"whole_experts": "experts"} if self.model.layout.experts else {}
+        widths = {
+            name: {
+                "before": _by_block(self.dense, size),
+                "after": _by_block(self.pruned, size, self.dropped),
+            }
+            for name, size in (sizes | _HEADS).items()
+        }
+        if self.vocabulary != self.model.vocabulary:
+            widths[VOCABULARY] = {"before": self.model.vocabulary, "after": self.vocabulary}
+        return widths
 
     def _active(self) -> dict[str, int]:
         """Return the parameters that one token passes: of the experts the chosen ones alone."""
@@ -293,16 +298,6 @@ class Decisions:
         sites = [s for block in self.blocks for s in block.sites if s.kind == site_kind]
         before = sum(site.units for site in sites)
         return (before - sum(map(self.widths.of, filter(self.widths.stays, sites)))) / before
-
-    def _size_names(self) -> dict[str, str]:
-        """Fields of a shape that pruning changes, by the names that records have for them."""
-        fields = {
-            pattern.name: pattern.counted_by for pattern in self.model.architecture.blocks.sites
-        }
-        channels = [site.kind for site in self.model.layout.kinds if site.value is None]
-        sizes = {_PLURALS.get(name, name): fields[name] for name in channels}
-        whole_experts = {"whole_experts": "experts"} if self.model.layout.experts else {}
-        return sizes | whole_experts | _HEADS
 
 
 def _by_block(shape: Shape, size: str, dropped: Collection[int] = ()) -> int | list[int]:

@@ -158,8 +158,7 @@ class KeptUnits:
 def _attention_units(path: Path) -> Literal["groups", "heads"] | None:
     """Return the kind of units removed from attention by a folder's report; None if not stated."""
     try:
-        recipe = parse_json(path / REPORT)["recipe"]
-        counted = recipe.get("attention_units", "groups")
+        counted = parse_json(path / REPORT)["recipe"].get("attention_units", "groups")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return counted if counted in ("groups", "heads") else None

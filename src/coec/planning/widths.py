@@ -3,7 +3,7 @@
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -162,23 +162,11 @@ class Rounding:
         whole = site.units if site.units % self.gpus == 0 else site.units // least * least
         if kept >= whole:
             return whole
+        if self.multiple is not None:
+            return min(_up(kept, _of_site(site, math.lcm(self.multiple, self.gpus))), whole)
         most = min(kept * (1 + MOST_ADDED), whole)
-        fits = (n for n in self._multiples(site) if _up(kept, n) <= most)
-        multiple = next(fits, least) if self.multiple is None else next(self._multiples(site))
-        return min(_up(kept, multiple), whole)
-
-    def down(self, site: Site, count: int) -> int:
-        """Round a number of channels down, as `up` rounds up."""
-        fits = (n for n in self._multiples(site) if count // n * n >= count * (1 - MOST_ADDED))
-        multiple = next(fits, 1) if self.multiple is None else next(self._multiples(site))
-        multiple = _of_site(site, math.lcm(multiple, self.gpus))
-        return count // multiple * multiple
-
-    def _multiples(self, site: Site) -> Iterator[int]:
-        """Yield what channels may be multiples of: the number asked for, or the largest first."""
-        several = MULTIPLES if self.multiple is None else (self.multiple,)
-        return (_of_site(site, math.lcm(n, self.gpus) if self.multiple else n * self.gpus)
-                for n in several)  # fmt: skip
+        rounded = (_up(kept, _of_site(site, n * self.gpus)) for n in MULTIPLES)
+        return next((n for n in rounded if n <= most), min(_up(kept, least), whole))
 
     def _divides_heads(self, site: Site, count: int) -> bool:
         """Tell whether the query heads can be divided, and KV heads divided or repeated, evenly."""
@@ -243,7 +231,9 @@ def uniform(
     for site in layout.sites:
         named = None if kept is None else kept.units.get(site.key)
         counts[site.block, site.name] = _count(site, shares) if named is None else len(named)
-    experts = kept_experts(layout.experts, shares)
+    experts, groups = layout.experts, shares.expert_groups
+    if shares.experts:  # of every group that a router chooses among
+        experts = groups * kept_count(experts // groups, shares.experts)
     widths = Widths(counts, experts if experts < layout.experts else None)
     if elsewhere or widths.experts or any(map(widths.removes_from, layout.sites)):
         return widths
@@ -257,12 +247,6 @@ def uniform(
         )
         + ": raise sparsity, or take a smaller multiple_of"
     )
-
-
-def kept_experts(experts: int, shares: Shares) -> int:
-    """`⌈(1 − ρ) n⌉` of the experts in every group that a router chooses among."""
-    groups = shares.expert_groups
-    return groups * kept_count(experts // groups, shares.experts) if shares.experts else experts
 
 
 def shares_for(
