@@ -216,8 +216,6 @@ class Architecture:
 
     def sizes(self, shape: Shape) -> JsonDict:
         """Return the sizes that pruning changes, as configuration keys."""
-        if not self.inferred:
-            return shape.keys()
         layers = range(shape.layers)
         sizes: JsonDict = {
             key: [getattr(shape.at(n), name) for n in layers]
@@ -229,7 +227,8 @@ class Architecture:
         if experts and experts.count:
             count = shape.experts
             sizes[experts.count] = [count] * shape.layers if experts.by_block else count
-        return sizes if self.attention_kept else shape.heads_keys() | sizes
+        whole = self.inferred and self.attention_kept
+        return sizes if whole else shape.heads_keys() | sizes
 
     def added(self, shape: Shape) -> JsonDict:
         """Keys that a configuration relabelled as this type gets, by the pruned sizes."""

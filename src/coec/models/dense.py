@@ -20,18 +20,16 @@ from transformers import GenerationConfig, PreTrainedModel
 from coec.errors import ModelError, first_line
 from coec.models import multimodal
 from coec.models.calls import compute_buffers, decoder_of
-from coec.models.description import (
-    LAYER,
-    Description,
+from coec.models.description import LAYER, Description, language_model
+from coec.models.files import Header, JsonDict, opened, parse_json, read_headers
+from coec.models.folder import find_model, read_config
+from coec.models.headers import (
     check_headers,
     check_layers,
     drafts_of,
     has_separate_head,
     ignored_by,
-    language_model,
 )
-from coec.models.files import Header, JsonDict, opened, parse_json, read_headers
-from coec.models.folder import find_model, read_config
 from coec.models.layout import BlockLayout
 from coec.models.multimodal import Around
 from coec.models.names import placer

@@ -128,8 +128,7 @@ class Shape:
             raise ModelError(f"a hidden size of {hidden} does not hold {heads} heads")
         if heads % kv_heads:
             raise ModelError(f"{heads} query heads do not divide into {kv_heads} KV groups")
-        has_experts = config.get("moe_intermediate_size") is not None
-        expert_ffn = read_size(config, "moe_intermediate_size") if has_experts else 0
+        expert_ffn = read_size(config, "moe_intermediate_size", 0)
         counts = [read_size(config, key) for key in EXPERT_COUNTS if config.get(key) is not None]
         group, experts = heads // kv_heads, counts[0] if counts else 0
         groups = read_size(config, _EXPERT_GROUPS, 1)

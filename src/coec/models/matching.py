@@ -16,9 +16,10 @@ from torch import Tensor
 
 from coec.errors import ModelError
 from coec.models.architectures import ARCHITECTURES, architecture_of
-from coec.models.description import Description, numbered_layers
+from coec.models.description import Description
 from coec.models.files import FLOAT_DTYPES, Header, opened, read_headers
 from coec.models.folder import find_model, read_config
+from coec.models.headers import numbered_layers
 from coec.models.layout import Rows, Site
 from coec.models.names import placer
 
