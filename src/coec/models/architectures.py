@@ -82,7 +82,7 @@ class SitePattern:
                 producers = [
                     rows for rows in producers if rows.tensor.startswith(queries) and not rows.start
                 ]
-            sizes = [(rows.tensor, rows.stop - rows.start) for rows in producers]
+            sizes = [(rows.tensor, rows.count) for rows in producers]
             for name, size in [*sizes, (consumer, columns)]:
                 if size % units or not size:
                     raise ModelError(f"{name} does not divide into {units} {unit}s: it is {size}")

@@ -220,9 +220,14 @@ class Rows:
     stop: int
     dim: int = 0
 
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
     def of(self, units: KeptSet) -> Int[Tensor, " rows"]:
         """Indices of the rows that the kept units own."""
-        return self.start + units.columns((self.stop - self.start) // units.size).indices.cpu()
+        return self.start + units.columns(self.count // units.size).indices.cpu()
 
 
 @dataclass(frozen=True)
@@ -255,6 +260,11 @@ class Site:
     def ranges(self) -> int:
         """Number of equal groups of units; the same number of units is kept in each."""
         return self.groups or 1
+
+    @property
+    def group(self) -> int:
+        """Number of query heads that share a KV head; 1 outside of attention."""
+        return 1 if self.value is None else self.columns // self.value.count
 
     @property
     def kind(self) -> str:

@@ -123,7 +123,7 @@ class SiteTensors:
         apart, renamed = dict(tensors), {}
         for rows in site.producers:
             size = dense[rows.tensor][0]
-            if rows.stop - rows.start == size:
+            if rows.count == size:
                 continue
             if rows.tensor not in tensors:
                 raise ModelError(f"'{name}' lacks {rows.tensor}: it is not pruned from this model")
@@ -136,16 +136,10 @@ class SiteTensors:
                 )
             projection = f"{_module(rows.tensor)}[{rows.start}:{rows.stop}].weight"
             apart[projection] = tensors[rows.tensor][ends[0] // size : ends[1] // size]
-            renamed[rows] = Rows(projection, 0, rows.stop - rows.start)
+            renamed[rows] = Rows(projection, 0, rows.count)
         producers = tuple(renamed.get(r, r) for r in site.producers)
         value = None if site.value is None else renamed.get(site.value, site.value)
         return cls(name, replace(site, producers=producers, value=value), apart)
-
-    @property
-    def group(self) -> int:
-        """Number of query heads that share a KV head; 1 outside of attention."""
-        value = self.site.value
-        return 1 if value is None else self.site.columns // (value.stop - value.start)
 
     def rows(self, tensor: str, count: int) -> Tensor:
         """Reshape a tensor into rows, one for each owner."""
@@ -156,7 +150,7 @@ class SiteTensors:
         """Number of units; raises ModelError if the tensors disagree, or hold parts of units."""
         # Every producer and the consumer must tell the same whole number of units.
         counts = {
-            rows.tensor: len(self.tensors[rows.tensor]) * self.site.units / (rows.stop - rows.start)
+            rows.tensor: len(self.tensors[rows.tensor]) * self.site.units / rows.count
             for rows in self.site.producers
             if rows.tensor in self.tensors
         }
@@ -279,10 +273,10 @@ def _check_shapes(dense: SiteTensors, pruned: SiteTensors) -> None:
 
 def _check_heads(dense: SiteTensors, pruned: SiteTensors) -> None:
     """Raise ModelError if query heads were removed without their KV heads."""
-    site, group = dense.site, dense.group
+    site, group = dense.site, dense.site.group
     if site.value is None or group == 1:
         return
-    queries = next(r.tensor for r in site.producers if r.stop - r.start == site.columns)
+    queries = next(r.tensor for r in site.producers if r.count == site.columns)
     head_dim = site.columns_per_unit // group
     count, groups = (len(pruned.tensors[n]) / head_dim for n in (queries, site.value.tensor))
     if count % 1 or groups % 1 or count == groups * group:
@@ -304,7 +298,7 @@ _REMOVED_ALONE = (
 def _check_masks(dense: SiteTensors, pruned: SiteTensors, units: Mapping[int, int]) -> None:
     """Raise ModelError if single query heads of a kept group are masked."""
     # A head is masked where no column of the consumer reads it any more, and one did before.
-    group = dense.group
+    group = dense.site.group
     if group == 1:
         return
     before = dense.unread.reshape(dense.count, group, -1).all(dim=2)

@@ -52,13 +52,7 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
     _check_vocabulary(model, recipe)
     if recipe.attention_units == "heads":
         _check_heads(model)
-    if recipe.budget_active is not None and not model.layout.experts:
-        raise OptionError(
-            f"budget_active counts the experts that a token passes, and {name} has none: give "
-            f"budget = {recipe.budget_active} instead"
-        )
-    if recipe.expert_sparsity:
-        _check_experts(model, recipe.expert_sparsity)
+    _check_experts(model, recipe)
     if recipe.drop_blocks and recipe.drop_blocks > model.shape.layers - 2:
         raise OptionError(
             f"drop_blocks = {recipe.drop_blocks} leaves no block between the first and the last, "
@@ -107,7 +101,7 @@ def check_widths(model: Description, widths: Widths, built: Mapping[str, torch.S
     for site in model.layout.sites:
         gone = site.units - widths.of(site)
         for rows in site.producers:
-            expected[rows.tensor][0] -= (rows.stop - rows.start) // site.units * gone
+            expected[rows.tensor][0] -= rows.count // site.units * gone
         expected[site.weight][1] -= site.columns_per_unit * gone
         if not widths.stays(site):
             for name in site.tensors & expected.keys():
@@ -165,9 +159,20 @@ _LEAST_OF_GROUP = 2
 """Experts by which routers rank a group."""
 
 
-def _check_experts(model: Description, sparsity: float) -> None:
-    """Raise OptionError if whole experts cannot be removed, or too few would be left."""
-    count, name = model.layout.experts, model.architecture.model_type
+def _check_experts(model: Description, recipe: Recipe) -> None:
+    """Raise OptionError if there are no experts to count or remove, or too few would be left."""
+    count, name, sparsity = (
+        model.layout.experts,
+        model.architecture.model_type,
+        recipe.expert_sparsity,
+    )
+    if recipe.budget_active is not None and not count:
+        raise OptionError(
+            f"budget_active counts the experts that a token passes, and {name} has none: give "
+            f"budget = {recipe.budget_active} instead"
+        )
+    if not sparsity:
+        return
     if not count:
         raise OptionError(f"expert_sparsity removes whole experts, and {name} has none")
     groups, chosen = model.shape.expert_groups, model.chosen

@@ -1,6 +1,5 @@
 """Costs of a run: peak memory, disk and operations."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,9 +142,7 @@ def _sizes(plan: Plan) -> dict[str, int]:
     tried = min(tokens, max(TRIED_TOKENS, plan.seq_len))
     # Pinned pages that wait on the host of a GPU come in powers of two.
     waiting = (1 << (batch * state - 1).bit_length()) / batch if on_gpu else state
-    grams = Counter[int]()
-    for site in layout.sites:
-        grams[site.block] += 8 * site.columns**2
+    grams = max(sum(8 * site.columns**2 for site in block.sites) for block in layout.blocks)
     consumers = sum(shapes[site.weight].numel() for site in layout.sites)
     logits = min(LOGITS_PER_PASS, tokens * plan.model.vocabulary)
     sampled = min(MOST_SAMPLED, plan.recipe.samples) * window_bytes(
@@ -167,12 +164,12 @@ def _sizes(plan: Plan) -> dict[str, int]:
         # States and their copies inside a layer, and the Gram's inputs in float64
         "forward pass": batch * ((6 * hidden + 4 * plan.dense.ffn) * forward + 8 * widest),
         # Sums of a part of the windows, and of the parts before it
-        "statistics": 2 * max(grams.values()) + 8 * widest**2,
+        "statistics": 2 * grams + 8 * widest**2,
         "training": _training(plan) if plan.trains else 0,
         "logits": embedding * forward + 24 * logits,  # six copies in float32
         "whole model": plan.parameters_before * forward + sampled,
         "shard": min(plan.parameters_after * plan.written.itemsize, SHARD_BYTES),
-        "solving": max(grams.values()) + _solving(plan),
+        "solving": grams + _solving(plan),
     }  # fmt: skip
 
 

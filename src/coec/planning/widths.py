@@ -124,8 +124,7 @@ def parameters_inside(block: BlockLayout, shapes: Mapping[str, torch.Size]) -> i
 def parameters(site: Site, shapes: Mapping[str, torch.Size]) -> int:
     """Return the parameters of one unit: rows of its producers, columns of its consumer."""
     rows = sum(
-        (rows.stop - rows.start) // site.units * shapes[rows.tensor][1:].numel()
-        for rows in site.producers
+        rows.count // site.units * shapes[rows.tensor][1:].numel() for rows in site.producers
     )
     return rows + site.columns_per_unit * shapes[site.weight][0]
 
@@ -170,10 +169,8 @@ class Rounding:
 
     def _divides_heads(self, site: Site, count: int) -> bool:
         """Tell whether the query heads can be divided, and KV heads divided or repeated, evenly."""
-        assert site.value is not None
         kv_heads = site.groups or count
-        per_group = site.columns // (site.value.stop - site.value.start)
-        heads = count if site.groups else count * per_group
+        heads = count if site.groups else count * site.group
         evenly = kv_heads % self.gpus == 0 or self.gpus % kv_heads == 0
         return heads % self.gpus == 0 and evenly
 
