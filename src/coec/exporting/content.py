@@ -201,7 +201,7 @@ def _describe(writer: gguf.GGUFWriter, plan: ExportPlan) -> None:
     facts, shape = plan.facts, plan.model.shape
     kind = "ALL_F32" if plan.dtype == "f32" else f"MOSTLY_{plan.dtype.upper()}"
     # One number if all blocks are alike: most architectures read no list.
-    first = 0 if facts.uniform else slice(None)
+    first = 0 if shape.uniform else slice(None)
     described = {
         "type": "model", "name": facts.name, "file_type": gguf.LlamaFileType[kind],
         "quantization_version": gguf.GGML_QUANT_VERSION, "vocab_size": plan.model.vocabulary,

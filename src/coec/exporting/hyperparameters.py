@@ -5,7 +5,6 @@ comparing logits (docs/FORMATS.md); a model that no architecture computes is ref
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from coec.errors import ModelError, OptionError
-from coec.models.architectures import ATTENTION, MLP
 from coec.models.calls import compute_buffers, decoder_of
 from coec.models.dense import Dense
 from coec.models.description import Description
@@ -75,11 +73,6 @@ class Hyperparameters:
     rotary: Rotary
     multipliers: dict[str, float]
 
-    @property
-    def uniform(self) -> bool:
-        """True where all blocks have the same widths."""
-        return all(len(set(sizes)) == 1 for sizes in (self.heads, self.kv_heads, self.ffn))
-
     @classmethod
     def of(cls, model: Dense, context: int | None) -> "Hyperparameters":
         """Read them from an opened model; its context is that of the configuration if None.
@@ -97,14 +90,12 @@ class Hyperparameters:
         if config.hidden_act not in ("silu", "swish"):
             raise ModelError(f"hidden_act is '{config.hidden_act}': llama.cpp computes silu here")
         _check_context(model, config, context)
-        sites = {(site.block, site.name): site for site in model.layout.sites}
-        blocks = range(len(model.layout.blocks))
-        attention = [sites[block, ATTENTION.name] for block in blocks]
+        blocks = [model.shape.at(index) for index in range(model.shape.layers)]
         return cls(
             name=Path(model.name).resolve().name,
-            heads=tuple(site.columns // model.shape.head_dim for site in attention),
-            kv_heads=tuple(site.units for site in attention),
-            ffn=tuple(sites[block, MLP.name].columns for block in blocks),
+            heads=tuple(block.heads for block in blocks),
+            kv_heads=tuple(block.kv_heads for block in blocks),
+            ffn=tuple(block.ffn for block in blocks),
             context=model.positions if context is None else context,
             epsilon=float(config.rms_norm_eps),
             rotary=rotary_of(model),
@@ -231,15 +222,15 @@ class ExportTarget:
     multipliers: bool = False
     by_block: bool = False
 
-    def refusal(self, model: Hyperparameters, tensors: Iterable[str]) -> str | None:
-        """Reason why it does not compute a model of these tensors; None where it does."""
-        if not (model.uniform or self.by_block):
+    def refusal(self, model: Description, facts: Hyperparameters) -> str | None:
+        """Reason why it does not compute a model; None where it does."""
+        if not (model.shape.uniform or self.by_block):
             return "its blocks are all of one width"
-        if model.multipliers and not self.multipliers:
-            return f"it has no {', '.join(model.multipliers)}"
-        if model.rotary.scaling == FACTORS and not self.factors:
+        if facts.multipliers and not self.multipliers:
+            return f"it has no {', '.join(facts.multipliers)}"
+        if facts.rotary.scaling == FACTORS and not self.factors:
             return "it reads no factors of rotary frequencies (rope_type llama3)"
-        for name in tensors:
+        for name in model.shapes:
             module, _, suffix = name.rpartition(".")
             if suffix == "bias" and module.rpartition(".")[2] not in self.biases:
                 return f"it has no {name}"
@@ -267,7 +258,7 @@ def choose_target(model: Description, facts: Hyperparameters) -> ExportTarget:
     """Return llama.cpp's first architecture that computes the model; ModelError if none does."""
     refusals: list[str] = []
     for target in TARGETS[model.architecture.model_type]:
-        refusal = target.refusal(facts, model.shapes)
+        refusal = target.refusal(model, facts)
         if refusal is None:
             return target
         refusals.append(f"not {target.name}: {refusal}")
