@@ -54,7 +54,7 @@ class Fp8(_Scaled):
         """Read the weight in bfloat16; its scales are in any file of the folder."""
         weight = super().read(content, folder)
         piece = self.piece
-        scale = _read(folder, self.scale, slice(None) if piece is None else piece.expert)
+        scale = _read(folder, self.scale, None if piece is None else piece.expert)
         if weight.ndim == 2:
             return scaled(weight, scale, self.block, 0 if piece is None else piece.rows.start)
         return torch.stack([scaled(*pair, self.block) for pair in zip(weight, scale, strict=True)])
@@ -69,7 +69,7 @@ class Mxfp4(_Scaled):
     def read(self, content: Any, folder: Path) -> Tensor:
         """Read the weights in bfloat16, or of a piece; one expert is decoded at a time."""
         if self.piece is None:
-            codes, scales = content.get_tensor(self.stored), _read(folder, self.scale)
+            codes, scales = super().read(content, folder), _read(folder, self.scale, None)
             pairs = zip(codes, scales, strict=True)
             return torch.stack([mxfp4(*pair).mT for pair in pairs])
         codes = content.get_slice(self.stored)[self.piece.expert]
@@ -77,13 +77,12 @@ class Mxfp4(_Scaled):
         return rows[self.piece.rows].contiguous()
 
 
-def _read(folder: Path, header: Header, expert: int | slice = slice(None)) -> Tensor:
+def _read(folder: Path, header: Header, expert: int | None) -> Tensor:
     """Read the scales of one expert, or all of them."""
     with opened(folder / header.file) as content:
-        whole = not header.shape or isinstance(expert, slice)
-        scale: Tensor = (
-            content.get_tensor(header.stored) if whole else content.get_slice(header.stored)[expert]
-        )
+        if expert is None or not header.shape:
+            return header.read(content, folder)
+        scale: Tensor = content.get_slice(header.stored)[expert]
         return scale
 
 
