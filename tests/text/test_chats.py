@@ -158,6 +158,9 @@ R1 = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]") + (
          "<user>w0\n<assistant>[<think>w9</think>w1]\n<user>w2\n<assistant>"
          "[<think>w8</think>w3]\n"),
         (QWEN, ("w0", "w1"), "<user>w0\n<assistant><think></think>[w1]\n"),
+        # Nothing of an answer is taken for a part of its prompt, which ends with the same sign
+        (QWEN, ("w0", "<think>w9</think>w1", "w2", ">w3"),
+         "<user>w0\n<assistant>[<think>w9</think>w1]\n<user>w2\n<assistant>[>w3]\n"),
         # The prompt has the beginning of the reasoning already
         (R1, ("w0", "<think>\nw9\n</think>w1"), "<user>w0\n<assistant><think>\n[w9\n</think>w1]\n"),
     ],
@@ -168,6 +171,68 @@ def test_every_answer_follows_its_prompt(template, turns, text):
     roles = ("user", "assistant")
     made = chat([{"role": roles[n % 2], "content": words} for n, words in enumerate(turns)])
     assert shown(made) == text
+
+
+def test_a_chat_whose_beginning_cannot_be_rendered_is_as_the_template_has_it():
+    """A greeting, before which there is no prompt; reasoning in an earlier turn."""
+    said = [("assistant", "w7"), ("user", "w0"), ("assistant", "<think>w9</think>w1"),
+            ("user", "w2"), ("assistant", "w3")]  # fmt: skip
+    made = ChatTemplate(lambda: characters(DROPPING))(
+        [{"role": role, "content": words} for role, words in said]
+    )
+    assert shown(made) == "[<assistant>w7\n<user>w0\n<assistant>w1\n<user>w2\n<assistant>w3\n"
+
+
+STRICT = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
+STRICT += "<{{ m['role'] }}>{{ m['content'] | trim }}\n{% endfor %}"
+
+
+def test_parts_are_text_where_a_template_takes_text_alone():
+    """This template would write the list as Python does."""
+    chat = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "w0"}, {"type": "text", "text": "w1"}],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "w2"}]},
+    ]
+    template = ChatTemplate(lambda: characters(STRICT))
+    assert shown(template(chat)) == "<user>w0\nw1\n<assistant>[w2]\n"
+    with pytest.raises(CalibrationError, match="takes text alone, .* a part of type 'image'"):
+        template([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_keys_that_a_table_fills_with_none_are_not_there():
+    chat = [
+        {"role": "user", "content": "w0", "tool_calls": None, "from": None},
+        {"role": "assistant", "content": "w1", "tool_calls": None, "reasoning_content": None},
+    ]
+    assert shown(ChatTemplate(lambda: characters(STRICT))(chat)) == "<user>w0\n<assistant>[w1]\n"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"speaker": "user", "text": "w0"},
+        {"role": "user", "text": "w0"},
+        {"role": "user", "content": None},
+        {"role": None, "content": "w0"},
+        {"from": "human"},
+    ],
+)
+def test_a_message_without_role_or_content_is_refused(message):
+    """A template writes nothing, or None, in their place."""
+    with pytest.raises(
+        CalibrationError, match="a chat is a list of messages with role and content"
+    ):
+        ChatTemplate(lambda: characters(TEMPLATE))([message])
+
+
+def test_calls_of_tools_need_no_content():
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    chat = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    template = ChatTemplate(lambda: characters("{{ messages[0].tool_calls[0].function.name }}"))
+    assert shown(template(chat)).strip("[]") == "f"
 
 
 def characters(template):

@@ -4,6 +4,7 @@ Windows are packed from whole chats. A chat is cut where a window ends, and only
 turn.
 """
 
+import re
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,20 @@ class ChatTemplate:
                 "the text is chats, and the model's tokenizer has no chat template to write them "
                 "with: give text, or add the template of its instruct model (chat_template.jinja)"
             )
-        return [_turn(message) for message in messages]
+        turns = [_turn(message) for message in messages]
+        if any(isinstance(turn.get("content"), list) for turn in turns) and not self._takes_parts:
+            return [{**turn, "content": _text_alone(turn.get("content"))} for turn in turns]
+        return turns
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """True if the template writes the text of a content that is a list of parts."""
+        part = {"type": "text", "text": _MARK.format("")}
+        try:
+            text = self._rendered([{"role": "user", "content": [part]}])
+        except CalibrationError:
+            return False
+        return part["text"] in text and str(part) not in text  # a filter may write the list itself
 
     def _rendered(self, turns: Turns, *, answering: bool = False) -> str:
         try:
@@ -183,7 +197,10 @@ class ChatTemplate:
             pieces = _filled(with_marks, {mark: change(text) for mark, text in shown.items()})
             if pieces and "".join(text for text, _ in pieces) == own:
                 return pieces
-        return self._from_prompts(marked, words) or [(own, True)]
+        try:
+            return self._from_prompts(marked, words) or [(own, True)]
+        except CalibrationError:  # the template refuses a beginning of the chat, such as a greeting
+            return [(own, True)]
 
     def _from_prompts(self, marked: Turns, words: Mapping[str, str]) -> list[Piece]:
         """Return a chat whose every answer follows its prompt; empty if the marks are not found."""
@@ -329,15 +346,26 @@ def _after(chat: Chat, length: int) -> Chat | None:
 
 def _turn(message: Any) -> dict[str, Any]:
     """Return a message as templates take it, one of the ShareGPT format translated."""
-    if not isinstance(message, Mapping):
+    turn = dict(message) if isinstance(message, Mapping) else {}
+    if (speaker := turn.get("from")) is not None:
+        roles = {"human": "user", "gpt": "assistant"}
+        turn = {"role": roles.get(speaker, speaker), "content": turn.get("value")}
+    # Keys of other rows, which a table fills with None
+    turn = {key: value for key, value in turn.items() if value is not None or key == "content"}
+    if isinstance(content := turn.get("content"), list):
+        turn["content"] = [
+            {key: value for key, value in part.items() if value is not None}
+            if isinstance(part, Mapping) else part
+            for part in content
+        ]  # fmt: skip
+    without_content = any(turn.get(key) for key in ("tool_calls", *_REASONING))
+    if not isinstance(turn.get("role"), str) or not (
+        isinstance(content, str | list) or without_content
+    ):
         raise CalibrationError(
             f"a chat is a list of messages with role and content, got {message!r:.40}"
         )
-    if "from" in message:
-        speaker = message["from"]
-        roles = {"human": "user", "gpt": "assistant"}
-        return {"role": roles.get(speaker, speaker), "content": message.get("value")}
-    return dict(message)
+    return turn
 
 
 def _answers(turn: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -355,6 +383,17 @@ def _text_of(content: Any) -> Any:
         return content
     parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     return "\n".join(part for part in parts if isinstance(part, str))
+
+
+def _text_alone(content: Any) -> Any:
+    """Return a content without parts; raises CalibrationError for a part that is no text."""
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, Mapping) and not isinstance(part.get("text"), str):
+            raise CalibrationError(
+                "the chat template takes text alone, and a content has a part of type "
+                f"{part.get('type')!r:.40}: leave it out"
+            )
+    return _text_of(content)
 
 
 def _lines(words: str) -> Iterator[str]:
@@ -388,8 +427,9 @@ def _filled(text: str, words: Mapping[str, str]) -> list[Piece]:
 
 
 def _without_overlap(prompt: str, answer: str) -> str:
-    """Return an answer without the beginning that the prompt has written already, as `<think>`."""
+    """Return an answer without a tag that the prompt has written already, as `<think>`."""
     answer = answer.lstrip()
-    tails = (prompt.rstrip()[-count:] for count in range(min(len(prompt), 40), 0, -1))
-    overlap = next((tail for tail in tails if answer.startswith(tail)), "")
-    return answer.removeprefix(overlap).lstrip() if overlap else answer
+    tag = re.search(r"[<\[][^<\[]*$", prompt.rstrip())
+    if tag is None or not answer.startswith(tag[0]):
+        return answer
+    return answer.removeprefix(tag[0]).lstrip()
