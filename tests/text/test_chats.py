@@ -13,8 +13,10 @@ import coec
 import tiny_models as tm
 from coec.errors import CalibrationError
 from coec.events import recording
+from coec.models.dense import Dense
 from coec.text.chats import Chat, ChatTemplate, packed
-from coec.text.tokens import load_tokenizer, read_stream
+from coec.text.tokens import load_tokenizer, read_stream, source_of
+from coec.text.windows import windows_in_order
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
 CHATS = [[("user", f"w{n} w{n + 1}"), ("assistant", f"w{n + 2}")] for n in range(40)]
@@ -311,3 +313,16 @@ def test_prompts_alone_are_named_as_such(dense, tmp_path):
     with recording() as events:
         opened(dense, written(tmp_path / "prompts.jsonl", rows))
     assert ["prompts alone" in event for event in events] == [True]
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_so_many_chats_are_read_that_windows_are_as_many_as_asked(in_memory, dense, tmp_path):
+    """Packing leaves the end of the last chat of every window out."""
+    chats = rows_of("openai") * 20
+    text = chats if in_memory else written(tmp_path / "chats.jsonl", chats)
+    windows = windows_in_order(
+        Dense.open(dense), source_of(text, "text"), "text", count=40, seq_len=48,
+        trust_remote_code=False,
+    )  # fmt: skip
+    assert len(windows.ids) == 40
+    assert windows.in_pieces

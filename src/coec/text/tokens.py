@@ -187,7 +187,8 @@ def _chats(chats: Iterable[Any], name: str, template: ChatTemplate, needed: int 
     """Return the tokens of chats, which are read until there are enough."""
     whole, tokens, in_pieces = list[Chat](), 0, False
     for chat in chats:
-        if in_pieces := needed is not None and tokens >= needed:
+        # Packing leaves less than a window of tokens out for every window.
+        if in_pieces := needed is not None and tokens >= 2 * needed:
             break
         _check_kind(chat, Chat, name)
         whole.append(chat)

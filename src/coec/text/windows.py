@@ -39,8 +39,9 @@ CHOICE = 9
 """
 TRIED_TOKENS = 4096
 """Tokens on which widths by block and blocks to leave out are decided."""
-_CHARACTERS = 8
-"""Characters of a data set that are read for each token that is needed; English has about 4."""
+_CHARACTERS = 16
+"""Characters of a data set that are read for each token that is needed; English has about 4, and of
+chats twice the tokens are read."""
 
 
 @dataclass(frozen=True, eq=False)
