@@ -1,5 +1,6 @@
 """Text of the model's own."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +191,27 @@ def test_a_resumed_run_keeps_what_the_model_wrote(dense, tmp_path, monkeypatch):
     assert report.calibration["windows"] == 6
     for name in ("model.safetensors", "README.md"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_chats_of_another_day_are_not_read_by_a_resumed_run(dense, tmp_path):
+    """Templates may write the date, and this one the microsecond."""
+    folder = shutil.copytree(dense, tmp_path / "dated")
+    template = "{{ strftime_now('%f') }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    chats = [[{"role": "user", "content": "w1 w2 w3 w4"}]] * 40
+    opened, kept = Dense.open(folder), {}
+    recipe = Recipe(calibration=[{"messages": chat} for chat in chats], samples=6, seq_len=32)
+
+    def once(name, make):
+        if name not in kept:
+            kept[name] = make()
+        return kept[name]
+
+    one, same = (
+        CalibrationText.read(opened, recipe, None).windows(Plan.of(opened, recipe), once, None)
+        for _ in range(2)
+    )
+    assert one.record["windows_sha256"] == same.record["windows_sha256"]
 
 
 def test_a_device_without_room_for_the_model_is_said(dense, monkeypatch):

@@ -129,8 +129,11 @@ class CalibrationText:
         }
 
     def windows(self, plan: Plan, once: Once, progress: Progress | None) -> CalibrationWindows:
-        """Return the windows; if the model writes or chooses them, `once` keeps them."""
-        if len(self.drawn) == 1 and not self.recipe.own:
+        """Return the windows; `once` keeps those that the model writes or chooses, and chats, whose
+        template may write the date.
+        """
+        chats = any(windows is not None and windows.chats for windows in self.drawn[0])
+        if len(self.drawn) == 1 and not self.recipe.own and not chats:
             windows = self._mixed(self.drawn[0])
         else:
 
