@@ -74,6 +74,46 @@ def test_answers_are_those_of_generate(dense, prompts):
         assert chat.answered.tolist() == [n >= len(prompt) for n in range(len(chat.ids))]
 
 
+def test_fillers_have_no_part_in_answers(dense):
+    """Rules on tokens that are there already would count those before a shorter prompt."""
+    prompts = [torch.tensor([5, 9, 30]), torch.arange(10, 40)]
+    model = network(dense)
+    end = int(model.generate(prompts[0][None], max_new_tokens=1)[0, -1])
+    assert end not in torch.cat(prompts)
+    model = network(dense, no_repeat_ngram_size=1, eos_token_id=end)
+    answer = Prompts("self:a.jsonl", prompts, 20, 128).answered(model, prompts, 0, at_once=5)[0]
+    assert answer.ids.tolist() == [5, 9, 30, end]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_return_sequences": 2}, {"return_dict_in_generate": True}]
+)
+def test_settings_that_concern_no_words_do_not_apply(changes, dense, prompts):
+    found = read(dense, prompts)
+    usual, other = (
+        found.answered(network(dense, do_sample=True, **c), found.all, seed=0, at_once=5)
+        for c in ({}, changes)
+    )
+    assert [chat.ids.tolist() for chat in usual] == [chat.ids.tolist() for chat in other]
+
+
+def test_settings_that_fail_are_one_line(dense, prompts):
+    model, found = network(dense, stop_strings=["a"]), read(dense, prompts)
+    with pytest.raises(
+        CalibrationError, match="cannot answer .*stop string.*generation_config.json"
+    ):
+        found.answered(model, found.all, seed=0, at_once=5)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_answers_of_logits_that_are_not_finite_are_refused(drawn, dense, prompts):
+    model, found = network(dense, do_sample=drawn), read(dense, prompts)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(CalibrationError, match="its logits are not finite"):
+        found.answered(model, found.all, seed=0, at_once=5)
+
+
 def test_own_settings_and_the_seed_decide_answers(dense, prompts):
     model, found = network(dense, do_sample=True), read(dense, prompts)
     state = torch.get_rng_state()

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from coec.config import nth_seed
-from coec.errors import CalibrationError
+from coec.errors import CalibrationError, first_line
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.parallel import lead
-from coec.streams.self_text import sample_from_model, windows_that_fit
+from coec.streams.self_text import Finite, end_tokens, sample_from_model, windows_that_fit
 from coec.text.chats import Chat, ChatTemplate, packed
 from coec.text.sources import OWN, is_own, read_prompts
 from coec.text.tokens import digest
@@ -66,7 +66,7 @@ class Prompts:
         A row has a `prompt`, a text or messages, or `messages` that end with the user's turn.
 
         Args:
-            source: with a jsonl or parquet file, or a data set of the hub.
+            source: with a jsonl or parquet file.
             column: of the prompts; `text` for `prompt`.
             tokenizer: of the model that answers.
             longest: as in the attributes.
@@ -167,19 +167,28 @@ class Prompts:
 @torch.no_grad()
 def _generated(model: Any, prompts: Sequence[Prompt], count: int, seed: int) -> list[Chat]:
     """Return prompts with their answers of at most `count` tokens, all in one batch."""
-    end = model.generation_config.eos_token_id
-    ends = [] if end is None else [end] if isinstance(end, int) else list(end)
-    filler, width = ends[0] if ends else 0, max(map(len, prompts))
-    # Prompts end in the same place, after fillers that no token sees.
-    ids = torch.stack([F.pad(p, (width - len(p), 0), value=filler) for p in prompts])
+    ends = sorted(end_tokens(model.generation_config))
+    # Prompts end in the same place, after fillers that no token sees: a prompt's own first token,
+    # since rules on repeated tokens may count them.
+    width = max(map(len, prompts))
+    ids = torch.stack([F.pad(p, (width - len(p), 0), value=int(p[0])) for p in prompts])
     mask = torch.stack([F.pad(torch.ones_like(p), (width - len(p), 0)) for p in prompts])
     on_gpu = model.device.type == "cuda"
-    with torch.random.fork_rng(devices=[model.device] if on_gpu else []):
-        torch.manual_seed(seed)
-        whole = model.generate(
-            ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=count,
-            pad_token_id=filler,
-        )  # fmt: skip
+    try:
+        with torch.random.fork_rng(devices=[model.device] if on_gpu else []):
+            torch.manual_seed(seed)
+            whole = model.generate(
+                ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=count,
+                pad_token_id=ends[0] if ends else 0, num_return_sequences=1,
+                return_dict_in_generate=False, logits_processor=[Finite()],
+            )  # fmt: skip
+    except (CalibrationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # generate raises anything for settings that it cannot follow
+        raise CalibrationError(
+            f"the model cannot answer prompts ({first_line(error)}): mend its "
+            "generation_config.json"
+        ) from error
     chats = []
     for prompt, words in zip(prompts, whole[:, width:].cpu(), strict=True):
         found = torch.isin(words, torch.tensor(ends, dtype=words.dtype)).nonzero()

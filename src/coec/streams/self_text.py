@@ -107,12 +107,26 @@ def _plain_generation(model: Any) -> Iterator[list[int]]:
     own_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        yield sorted(_ids(model.config.eos_token_id) | _ids(own_config.eos_token_id))
+        yield sorted(end_tokens(model.config) | end_tokens(own_config))
     finally:
         model.generation_config = own_config
 
 
-class _Draw(LogitsProcessor):
+class Finite(LogitsProcessor):
+    """Raises CalibrationError for logits that are not finite; some may be −∞."""
+
+    def __call__(
+        self, input_ids: Int[Tensor, "n length"], scores: Float[Tensor, "n v"]
+    ) -> Float[Tensor, "n v"]:
+        if not scores.amax(dim=-1).isfinite().all():
+            raise CalibrationError(
+                "text cannot be sampled from the model: its logits are not finite; run it in "
+                "float32 or bfloat16 (forward_dtype=NAME)"
+            )
+        return scores
+
+
+class _Draw(Finite):
     """Turns logits into numbers the largest of which is a token drawn at temperature 1.
 
     Probabilities over exponential numbers, as `torch.multinomial` draws, from one generator for
@@ -127,12 +141,7 @@ class _Draw(LogitsProcessor):
     ) -> Float[Tensor, "n v"]:
         # argmax p_i / E_i with exponential E_i draws token i with probability p_i: greedy decoding
         # of these "logits" samples.
-        probabilities = scores.softmax(dim=-1)
-        if not torch.isfinite(probabilities).all():
-            raise CalibrationError(
-                "text cannot be sampled from the model: its logits are not finite; run it in "
-                "float32 or bfloat16 (forward_dtype=NAME)"
-            )
+        probabilities = super().__call__(input_ids, scores).softmax(dim=-1)
         for row, generator in zip(probabilities, self.generators, strict=True):
             # One row at a time, each from its own generator.
             row /= torch.empty_like(row).exponential_(generator=generator)
@@ -184,8 +193,9 @@ def _generated(
     return ids.cpu()
 
 
-def _ids(tokens: int | list[int] | None) -> set[int]:
-    """Return token ids, however a configuration writes them."""
-    if tokens is None:
+def end_tokens(config: Any) -> set[int]:
+    """Return the end tokens of a configuration, which writes none, one or several."""
+    ends = config.eos_token_id
+    if ends is None:
         return set()
-    return {tokens} if isinstance(tokens, int) else set(tokens)
+    return {ends} if isinstance(ends, int) else set(ends)
