@@ -13,6 +13,7 @@ import coec
 import tiny_models as tm
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
+from coec.models.renumbering import Renumbering
 from outcomes import one_line
 from prunings import content, interrupt
 
@@ -302,3 +303,12 @@ def test_another_teacher_loses_the_same_tokens(prune, dense, text, tmp_path):
     with one_line(ModelError, f"vocabulary of {bt.SIZE + 16}, the dense model one of {bt.SIZE}"):
         coec.recover(*models, tmp_path / "c", teacher=larger, **settings)
     assert not (tmp_path / "c.partial").exists()
+
+
+def test_a_network_in_memory_gets_the_new_ids_of_its_generation_settings():
+    """Those that a teacher answers prompts by."""
+    model = tm.tiny("llama")
+    model.generation_config.update(suppress_tokens=[3, 7], bos_token_id=3, eos_token_id=[7, 1])
+    Renumbering(torch.tensor([0, 1, 3, 7]), tm.VOCABULARY, 4).cut(model)
+    made = model.generation_config
+    assert (made.suppress_tokens, made.bos_token_id, made.eos_token_id) == ([2, 3], 2, [3, 1])

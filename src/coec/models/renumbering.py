@@ -83,7 +83,8 @@ class Renumbering:
                 setattr(module, name, nn.Parameter(rows, parameter.requires_grad))
         network.get_input_embeddings().padding_idx = None  # an old id
         for config in (network.config, network.generation_config):
-            config.eos_token_id = self._renumbered(config.eos_token_id)
+            for name in filter(_IDS.search, list(vars(config))):
+                setattr(config, name, self._renumbered(getattr(config, name)))
         network.config.vocab_size = self.size
         network.tie_weights()
 

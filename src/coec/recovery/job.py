@@ -86,7 +86,7 @@ class Job:
             bool(way.recovery.checkpointing), out, trust,
         )  # fmt: skip
         if recovery.own:
-            check_text(pruned, recovery, seq_len, trust=trust)
+            check_text(pruned, recovery, seq_len, job.positions, trust=trust)
         else:
             job.windows(2)
         return job
@@ -107,6 +107,11 @@ class Job:
     def at_once(self) -> int:
         """Largest number of windows whose logits are in memory together."""
         return plan.windows_per_pass(self.teacher, self.seq_len, self.device)
+
+    @property
+    def positions(self) -> int:
+        """Largest number of tokens that both models take."""
+        return min(self.teacher.positions, self.pruned.positions)
 
     @property
     def partial(self) -> Path:
@@ -159,10 +164,15 @@ class Job:
 
     def windows(self, count: int, progress: Progress | None = None) -> Windows:
         """Cut the first windows of the text; raises CalibrationError for ids without a token."""
-        windows = read_windows(
-            self.pruned, self.recovery, self.seq_len, count, trust_remote_code=self.trust,
-            progress=progress,
+        return self.within(
+            read_windows(
+                self.pruned, self.recovery, self.seq_len, count, trust_remote_code=self.trust,
+                progress=progress,
+            )
         )  # fmt: skip
+
+    def within(self, windows: Windows) -> Windows:
+        """Return windows; raises CalibrationError for ids that are not compared."""
         if (largest := int(windows.ids.max())) >= self.vocabulary:
             raise CalibrationError(
                 f"'{windows.source}' has the token id {largest}, the teacher's vocabulary has "
@@ -243,12 +253,14 @@ def check_alone(model: Dense) -> None:
         )
 
 
-def check_text(model: Dense, recovery: Recovery, seq_len: int, *, trust: bool) -> None:
+def check_text(
+    model: Dense, recovery: Recovery, seq_len: int, positions: int, *, trust: bool
+) -> None:
     """Raise CoecError unless the text and the prompts can be read, and a text has two windows."""
     if not recovery.own:
         read_windows(model, recovery, seq_len, 2, trust_remote_code=trust)
         return
-    read_prompts(model, recovery, seq_len, trust_remote_code=trust)
+    read_prompts(model, recovery, seq_len, positions, trust_remote_code=trust)
     for source, _ in shares(recovery.text, len(mixture(recovery.text))):
         if not is_own(source):
             one = recovery.model_copy(update={"text": source})

@@ -228,7 +228,7 @@ class Session:
         """Return at most `count` windows of a text that holds the teacher's answers to prompts."""
         job, whole = self.job, self.job.recovery.text
         prompts = texts.read_prompts(
-            job.pruned, job.recovery, job.seq_len, trust_remote_code=job.trust
+            job.pruned, job.recovery, job.seq_len, job.positions, trust_remote_code=job.trust
         )
         tokenizer = load_tokenizer(job.pruned.folder, trust_remote_code=job.trust)
         writer = Writer(job.teacher, tokenizer, partial(_once, pieces), self._tell, teacher, True)
@@ -245,7 +245,7 @@ class Session:
                     trust_remote_code=job.trust, progress=self._tell,
                 )  # fmt: skip
             parts.append(windows)
-        found = mixed(parts, whole)
+        found = job.within(mixed(parts, whole))
         if len(found.ids) < 2:
             raise CalibrationError(
                 f"'{whole}' has one window of {job.seq_len} tokens, and validation needs a second "

@@ -28,7 +28,7 @@ PASSES = 4
 TOP = 64
 """Number of most probable next tokens that are kept of a teacher."""
 GROUP = 32
-"""Number of windows that the teacher writes, or predicts, for one file."""
+"""Number of windows that the teacher predicts for one file."""
 _VALIDATION_SHARE, _MOST_VALIDATION = 1 / 8, 16
 """Validation windows: this fraction of all, at most this many."""
 
@@ -90,13 +90,16 @@ def read_windows(
 
 
 def read_prompts(
-    model: Dense, recovery: Recovery, seq_len: int, *, trust_remote_code: bool
+    model: Dense, recovery: Recovery, seq_len: int, positions: int, *, trust_remote_code: bool
 ) -> list[Prompts | None]:
-    """Read the prompts of every part of the text, by a model's tokenizer; None for other text."""
+    """Read the prompts of every part of the text, by a model's tokenizer; None for other text.
+
+    `positions` are of the teacher, which answers, and of the model that learns: the fewer.
+    """
     tokenizer = load_tokenizer(model.folder, trust_remote_code=trust_remote_code)
     longest = recovery.answer_tokens or seq_len
     return [
-        Prompts.read(source, recovery.text_column, tokenizer, longest, model.positions)
+        Prompts.read(source, recovery.text_column, tokenizer, longest, positions)
         for source, _ in mixture(recovery.text)
     ]
 
