@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.checkpoint.report import calibration_digest
-from coec.config import listing, without_effect
+from coec.config import asks, is_own, listing, without_effect
 from coec.config.evaluation import TextEvaluation
 from coec.devices import choose_device, choose_forward_dtype
 from coec.errors import ModelError, NumericalError, OptionError, first_line
@@ -27,7 +27,6 @@ from coec.progress import showing
 from coec.streams.answers import Prompts, Writer, unkept
 from coec.streams.head import Prediction
 from coec.streams.self_text import continued
-from coec.text.sources import OWN, is_own
 from coec.text.tokens import (
     Extent,
     Stream,
@@ -179,8 +178,7 @@ def _perplexity(
     # Text → windows, before networks are built; the text that the baseline writes comes later
     if sampled and dense is None:
         raise OptionError(f"text={text} is written by the baseline: give baseline=DENSE")
-    if rules.answer_tokens is not None and not (sampled and text != OWN):
-        raise without_effect("answer_tokens", "no text = self:PROMPTS.jsonl")
+    _check_effect(text, rules)
     writer: Writer | None = None
     prompts: Prompts | None = None
     if sampled and dense is not None:
@@ -225,6 +223,16 @@ def _distinct(model: PreTrainedModel, windows: Int[Tensor, "n length"], count: i
     """Return the mean fraction of different 3-grams in greedy continuations of a few windows."""
     grams = continued(model, windows[:_PROMPTS, :_PROMPT], count).unfold(1, _GRAM, 1)
     return sum(len(row.unique(dim=0)) / len(row) for row in grams) / len(grams)
+
+
+def _check_effect(text: Any, rules: TextEvaluation) -> None:
+    """Raise OptionError for a setting that the text makes idle."""
+    if rules.answer_tokens is not None and not asks(text):
+        raise without_effect("answer_tokens", "no text = self:PROMPTS.jsonl")
+    if is_own(text) and rules.bos == "on":
+        raise without_effect("bos=on", f"text={text}")
+    if is_own(text) and rules.max_windows is not None:
+        raise without_effect("max_windows", f"text={text}")
 
 
 def _check_baseline(model: Dense | Loaded, dense: Dense, trust_remote_code: bool) -> None:

@@ -1,7 +1,9 @@
 """Answers of the dense model to a user's prompts, as text."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -172,6 +174,20 @@ def test_the_baseline_answers_in_an_evaluation(dense, prompts, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"bos": "on"}, "bos=on has no effect with text=self"),
+        ({"max_windows": 2}, "max_windows has no effect with text=self.*: leave it out"),
+        ({"text": "self:a.jsonl,b.txt"}, "is a mixture of texts"),
+    ],
+)
+def test_settings_that_do_nothing_for_answers_are_refused(settings, match, dense, prompts):
+    how = {"text": prompts, "baseline": dense, "samples": 3, "seq_len": 32}
+    with pytest.raises(CoecError, match=match):
+        coec.perplexity(dense, **how | settings)
+
+
+@pytest.mark.parametrize(
     ("row", "match"),
     [
         ({"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]},
@@ -246,3 +262,28 @@ def test_recover_refuses_a_wrong_prompt_before_work(dense, prompts, tmp_path):
     with pytest.raises(OptionError, match="answer_tokens has no effect"):
         coec.recover(dense, tmp_path / "pruned", tmp_path / "out", text="self", answer_tokens=5)
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_recover_refuses_a_prompt_that_its_teacher_has_no_positions_for(dense, prompts, tmp_path):
+    coec.prune(dense, tmp_path / "pruned", **SETTINGS | {"calibration": prompts})
+    short = tm.tiny("llama", torch.float32, max_position_embeddings=32)
+    teacher = tm.save(short, tmp_path / "teacher")
+    source = written(tmp_path / "long.jsonl", [{"prompt": "w1 " * 8}])
+    with pytest.raises(CalibrationError, match="has 42 tokens, and the model 32 positions"):
+        coec.recover(dense, tmp_path / "pruned", tmp_path / "out", text=source, tokens=600,
+                     seq_len=32, teacher=teacher)  # fmt: skip
+
+
+def test_recover_refuses_ids_that_a_shorter_teacher_does_not_have(dense, prompts, tmp_path):
+    """They are in the third window, after those that are read before work."""
+    wide = shutil.copytree(dense, tmp_path / "wide")
+    tm.save(tm.tiny("llama", torch.float32, vocab_size=tm.VOCABULARY + 20), wide)
+    coec.prune(wide, tmp_path / "pruned", **SETTINGS | {"calibration": prompts})
+    ids = torch.full((8, 32), 5)
+    ids[2] = tm.VOCABULARY + 3
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    with pytest.raises(
+        CalibrationError, match=f"has the token id {tm.VOCABULARY + 3}, the teacher"
+    ):
+        coec.recover(wide, tmp_path / "pruned", tmp_path / "out", tokens=600, seq_len=32,
+                     text=f"{prompts},{tmp_path}/ids.npy", teacher=dense)  # fmt: skip

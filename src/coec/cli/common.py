@@ -119,7 +119,8 @@ def measuring(model: str, out: str, text: str, *, compared: bool = True) -> str:
 
     If the two models have different vocabularies, they are not `compared` by token.
     """
-    from coec.text.sources import OWN, is_named
+    from coec.config import OWN
+    from coec.text.sources import is_named
 
     other = is_named(text) or (compared and text == OWN)  # test split, or seed
     baseline = f" --baseline {named(model)}" if compared else ""

@@ -30,6 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from coec.errors import OptionError, did_you_mean
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]
+OWN = "self"
+"""Text that the dense model writes; followed by a colon and a file, its answers to prompts."""
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _BITS = 64
 """Bits of the largest whole number; generators of random numbers take no larger seed."""
@@ -211,15 +213,20 @@ def without_effect(name: str, why: str) -> OptionError:
     return OptionError(f"{name} has no effect with {why}: leave it out, or change the other")
 
 
+def is_own(text: Any) -> bool:
+    """True if the model writes a text, which is no mixture: `self`, or `self:` with prompts."""
+    return isinstance(text, str) and re.fullmatch(rf"{OWN}(:[^,]*)?", text) is not None
+
+
 def own_parts(text: Any) -> list[str]:
-    """Return the parts of a text that the model writes: `self`, and `self:` with prompts."""
+    """Return the parts of a text that the model writes, with their shares."""
     parts = text.split(",") if isinstance(text, str) else []
-    return [part for part in map(str.strip, parts) if re.match(r"self(:|=|$)", part)]
+    return [part for part in map(str.strip, parts) if is_own(part.partition("=")[0])]
 
 
 def asks(text: Any) -> bool:
     """True if the model answers prompts in a text, or in a part of it."""
-    return any(part.startswith("self:") for part in own_parts(text))
+    return any(part.startswith(f"{OWN}:") for part in own_parts(text))
 
 
 def nth_seed(seed: int, number: int) -> int:

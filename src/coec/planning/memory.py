@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from coec.config import OWN
 from coec.devices import AHEAD, LOGITS_PER_PASS, FreeMemory, resident_bytes, tokens_per_batch
 from coec.errors import OptionError
 from coec.methods.block_training import step_tokens
@@ -14,7 +15,7 @@ from coec.models.description import Description
 from coec.models.layout import Shape, Site
 from coec.planning.plan import Plan
 from coec.planning.widths import Costs, parameters_inside
-from coec.text.sources import OWN, mixture
+from coec.text.sources import mixture
 from coec.text.tokens import LONG_TEXT, TOKEN_SUFFIXES
 from coec.text.windows import TRIED_TOKENS
 

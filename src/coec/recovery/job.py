@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from coec.checkpoint.card import public_name
 from coec.checkpoint.folder import check_space, partial_of
 from coec.checkpoint.report import Report
+from coec.config import is_own
 from coec.config.recovery import Recovery
 from coec.devices import choose_device, computed_by
 from coec.errors import CalibrationError, ModelError, OptionError, check_installed
@@ -26,7 +27,7 @@ from coec.models.surgery import cast
 from coec.planning.kept import KEPT
 from coec.recovery import plan
 from coec.recovery.text import read_prompts, read_windows
-from coec.text.sources import is_own, mixture
+from coec.text.sources import mixture
 from coec.text.tokens import check_same_tokenizer, source_of
 from coec.text.windows import Windows, shares, source_digest
 

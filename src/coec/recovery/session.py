@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from coec.checkpoint.folder import STATES, WORK
 from coec.checkpoint.journal import Journal
-from coec.config import nth_seed
+from coec.config import is_own, nth_seed
 from coec.devices import environment
 from coec.errors import CalibrationError, NumericalError
 from coec.events import RESUMING, Progress, record
@@ -42,7 +42,6 @@ from coec.recovery.job import Job
 from coec.recovery.plan import KEPT_STATES, shards
 from coec.recovery.text import Examples
 from coec.streams.answers import Kept, Writer
-from coec.text.sources import is_own
 from coec.text.tokens import load_tokenizer
 from coec.text.windows import Windows, mixed, shares, windows_in_order
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from coec.config import nth_seed
+from coec.config import OWN, asks, nth_seed
 from coec.errors import CalibrationError, first_line
 from coec.events import Progress
 from coec.models.dense import Dense
@@ -20,7 +20,7 @@ from coec.models.files import JsonDict
 from coec.parallel import lead
 from coec.streams.self_text import Finite, end_tokens, sample_from_model, windows_that_fit
 from coec.text.chats import Chat, ChatTemplate, packed
-from coec.text.sources import OWN, is_own, read_prompts
+from coec.text.sources import read_prompts
 from coec.text.tokens import digest
 from coec.text.windows import Windows
 
@@ -75,7 +75,7 @@ class Prompts:
         Raises:
             CalibrationError: a row has no prompt, which the message names by its line.
         """
-        if not is_own(source) or source == OWN:
+        if not asks(source):
             return None
         template = ChatTemplate(lambda: tokenizer)
 

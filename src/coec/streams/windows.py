@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from coec import parallel
-from coec.config import nth_seed
+from coec.config import is_own, nth_seed
 from coec.config.recipe import Recipe
 from coec.devices import hand_back
 from coec.errors import CalibrationError, NumericalError
@@ -27,7 +27,6 @@ from coec.planning.plan import Plan
 from coec.streams.answers import Once, Prompts, Writer
 from coec.streams.head import Head
 from coec.streams.layers import Layers
-from coec.text.sources import is_own
 from coec.text.tokens import Extent, Stream, load_tokenizer, source_of
 from coec.text.windows import (
     CHOICE,

@@ -39,8 +39,6 @@ Rendered = Callable[[str | list[Any]], Any]
 """Return a document, given its text or the messages of a chat; None if it cannot be read."""
 PROMPT, CHATS = "prompt", ("messages", "conversations")
 """Columns of prompts, and of chats, that are read if a row has no text."""
-OWN = "self"
-"""Text that the dense model writes; followed by a colon and a file, its answers to prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +72,6 @@ def is_named(source: str) -> bool:
     return source in ("wikitext2", "c4") or (
         source.startswith("hub:") and len(mixture(source)) == 1
     )
-
-
-def is_own(source: Any) -> bool:
-    """True if the dense model writes the text."""
-    return isinstance(source, str) and (source == OWN or source.startswith(f"{OWN}:"))
 
 
 def mixture(source: Any) -> list[tuple[Any, float]]:

@@ -13,12 +13,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from coec.config import OWN, is_own
 from coec.errors import CalibrationError, OptionError
 from coec.events import Progress, record
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, sha256
 from coec.text.chats import packed
-from coec.text.sources import OWN, Documents, is_named, is_own, mixture, read_parts
+from coec.text.sources import Documents, is_named, mixture, read_parts
 from coec.text.tokens import (
     PIECE,
     Extent,
