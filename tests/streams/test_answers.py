@@ -10,10 +10,11 @@ from transformers import GenerationConfig
 
 import coec
 import tiny_models as tm
-from coec.errors import CalibrationError, CoecError, OptionError
+from coec.errors import CalibrationError, CoecError, OptionError, UnfinishedError
 from coec.streams import answers as module
 from coec.streams.answers import Prompts
 from coec.text.tokens import load_tokenizer
+from outcomes import raising
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -154,6 +155,30 @@ def test_a_resumed_run_asks_only_what_is_not_answered(dense, prompts, tmp_path, 
     assert tm.same_weights(tmp_path / "whole", tmp_path / "out")
     seeds = [arguments[-1] for arguments in asked]
     assert len(seeds) == len(set(seeds))
+
+
+@pytest.mark.parametrize("command", ["prune", "recover"])
+def test_other_generation_settings_are_refused_by_a_resumed_run(
+    command, dense, prompts, tmp_path, monkeypatch
+):
+    """Answers of two kinds would be in one text."""
+    folder = shutil.copytree(dense, tmp_path / "model")
+    coec.prune(folder, tmp_path / "pruned", **SETTINGS | {"calibration": prompts})
+
+    def run():
+        if command == "prune":
+            coec.prune(folder, tmp_path / "out", **SETTINGS | {"calibration": prompts})
+        else:
+            coec.recover(folder, tmp_path / "pruned", tmp_path / "out", text=prompts, tokens=600,
+                         seq_len=32)  # fmt: skip
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_generated", raising(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    with pytest.raises(UnfinishedError, match="generation_config was"):
+        run()
 
 
 def test_shares_of_a_text_and_of_answers(dense, prompts, tmp_path):

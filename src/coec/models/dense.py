@@ -22,7 +22,7 @@ from coec.models import multimodal
 from coec.models.calls import compute_buffers, decoder_of
 from coec.models.description import LAYER, Description, language_model
 from coec.models.files import Header, JsonDict, opened, parse_json, read_headers
-from coec.models.folder import find_model, read_config
+from coec.models.folder import GENERATION_CONFIG, find_model, read_config
 from coec.models.headers import (
     check_headers,
     check_layers,
@@ -324,7 +324,7 @@ def _wrapped(
 
 def _generation_config(folder: Path) -> GenerationConfig | None:
     """Read the file if there is one; raises ModelError for a bad one, which outputs would copy."""
-    path = folder / "generation_config.json"
+    path = folder / GENERATION_CONFIG
     if not path.is_file():
         return None
     try:

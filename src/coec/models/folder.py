@@ -17,6 +17,7 @@ from coec.models.layout import BLOCK_WIDTHS
 
 CONFIG = "config.json"
 REPORT = "coec.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER = (
@@ -35,7 +36,7 @@ _PROCESSORS = (
     "video_preprocessor_config.json",
 )
 """Files that say how images and such become the inputs of a multimodal model."""
-_CARRIED = (*_TOKENIZER, *_LICENCES, *_PROCESSORS, "generation_config.json")
+_CARRIED = (*_TOKENIZER, *_LICENCES, *_PROCESSORS, GENERATION_CONFIG)
 """Patterns of the files that are copied unchanged from the dense model."""
 _DOWNLOADED = (
     "*.json", "*.jinja", "*.py", "*.tiktoken", "tokenizer.model*", "merges.txt", "README.md",
@@ -174,6 +175,12 @@ def tokenizer_digest(folder: Path) -> str:
         except OSError as error:
             raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     return content.hexdigest()
+
+
+def generation_digest(folder: Path) -> str | None:
+    """SHA-256 of a model's settings of generation, which determine its answers; None for none."""
+    path = folder / GENERATION_CONFIG
+    return sha256(path) if path.is_file() else None
 
 
 def carry_files(source: Path, target: Path) -> None:

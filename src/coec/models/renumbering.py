@@ -16,12 +16,11 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from coec.models.files import JsonDict, parse_json, write_json
-from coec.models.folder import TOKENIZER_CONFIG
+from coec.models.folder import GENERATION_CONFIG, TOKENIZER_CONFIG
 
 VOCABULARY = "vocabulary"
 """What records call the number of tokens, and files the ids that stay."""
 TOKENIZER = "tokenizer.json"
-GENERATION_CONFIG = "generation_config.json"
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 """Tokens of bytes, which SentencePiece puts in the place of a character without a token."""
 _ADDED = "added_tokens_decoder"

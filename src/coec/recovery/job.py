@@ -21,7 +21,7 @@ from coec.errors import CalibrationError, ModelError, OptionError, check_install
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, read_tensors
-from coec.models.folder import REPORT
+from coec.models.folder import REPORT, generation_digest, tokenizer_digest
 from coec.models.renumbering import VOCABULARY, Renumbering
 from coec.models.surgery import cast
 from coec.planning.kept import KEPT
@@ -128,6 +128,15 @@ class Job:
             "pruned": self.pruned.digest,
             "teacher": self.teacher.digest,
             "computed_by": computed_by(self.device),
+            **(self._writing if self.recovery.own else {}),
+        }
+
+    @property
+    def _writing(self) -> JsonDict:
+        """Files that decide what the teacher writes."""
+        return {
+            "tokenizer": tokenizer_digest(self.pruned.folder),
+            "generation_config": generation_digest(self.teacher.folder),
         }
 
     def rate(self, start: float, batch: int) -> float:

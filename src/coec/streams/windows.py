@@ -22,7 +22,7 @@ from coec.errors import CalibrationError, NumericalError
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict
-from coec.models.folder import tokenizer_digest
+from coec.models.folder import generation_digest, tokenizer_digest
 from coec.planning.plan import Plan
 from coec.streams.answers import Once, Prompts, Writer
 from coec.streams.head import Head
@@ -122,9 +122,12 @@ class CalibrationText:
     @property
     def identity(self) -> JsonDict:
         """Facts on which the windows depend, JSON-ready; texts by digests of their content."""
+        folder = self.dense.folder
+        generation = {"generation_config": generation_digest(folder)} if self.recipe.own else {}
         return {
             "calibration": source_digest(self.source),
-            "tokenizer": tokenizer_digest(self.dense.folder),
+            "tokenizer": tokenizer_digest(folder),
+            **generation,
         }
 
     def windows(self, plan: Plan, once: Once, progress: Progress | None) -> CalibrationWindows:

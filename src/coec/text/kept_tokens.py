@@ -24,10 +24,9 @@ from coec.errors import ModelError, OptionError
 from coec.events import Progress
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, parse_json
-from coec.models.folder import tokenizer_classes
+from coec.models.folder import GENERATION_CONFIG, tokenizer_classes
 from coec.models.renumbering import (
     BYTES,
-    GENERATION_CONFIG,
     TOKENIZER,
     Renumbering,
     in_order,
