@@ -118,12 +118,14 @@ class Prompts:
         """
         order = torch.randperm(len(self.all), generator=torch.Generator().manual_seed(seed))
         groups, chats, tokens = order.split(GROUP), list[Chat](), 0
-        windows = packed(chats, seq_len).windows
+        windows, known = packed(chats, seq_len).windows, set[str]()
         for number in range(len(groups) * (1 if fewer else _PASSES)):
             asked = [self.all[int(n)] for n in groups[number % len(groups)]]
             answers = ask(number, asked, nth_seed(seed, number))
-            if number >= len(groups) and _same(answers, chats):
+            texts = {digest(chat.ids) for chat in answers}
+            if number >= len(groups) and texts <= known:
                 break  # the model does not draw its words
+            known |= texts
             chats += answers
             tokens += sum(len(chat.ids) for chat in answers)
             if progress:
@@ -195,12 +197,6 @@ def _generated(model: Any, prompts: Sequence[Prompt], count: int, seed: int) -> 
         row = torch.cat([prompt, words[: int(found[0]) + 1] if len(found) else words])
         chats.append(Chat(row, torch.arange(len(row)) >= len(prompt)))
     return chats
-
-
-def _same(answers: Sequence[Chat], chats: Sequence[Chat]) -> bool:
-    """True if all answers are among the chats."""
-    known = {tuple(chat.ids.tolist()) for chat in chats}
-    return all(tuple(chat.ids.tolist()) in known for chat in answers)
 
 
 @dataclass(eq=False)
