@@ -156,7 +156,7 @@ class ChatTemplate:
             )
         turns = [_turn(message) for message in messages]
         if any(isinstance(turn.get("content"), list) for turn in turns) and not self._takes_parts:
-            return [{**turn, "content": _text_alone(turn.get("content"))} for turn in turns]
+            return [{**turn, "content": _without_parts(turn.get("content"))} for turn in turns]
         return turns
 
     @cached_property
@@ -385,7 +385,7 @@ def _text_of(content: Any) -> Any:
     return "\n".join(part for part in parts if isinstance(part, str))
 
 
-def _text_alone(content: Any) -> Any:
+def _without_parts(content: Any) -> Any:
     """Return a content without parts; raises CalibrationError for a part that is no text."""
     for part in content if isinstance(content, list) else []:
         if isinstance(part, Mapping) and not isinstance(part.get("text"), str):
