@@ -169,6 +169,23 @@ def test_a_dry_run_needs_only_the_configuration(run, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
+@pytest.mark.parametrize(("file", "content"), [
+    ("chat_template.jinja", "{{ messages }}"),
+    ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}'),
+])  # fmt: skip
+def test_the_plan_of_a_model_for_chats_names_the_text_to_take(run, tmp_path, file, content):
+    tm.tiny("llama").config.save_pretrained(tmp_path)
+    hint = "--calibration c4=1,self:prompts.jsonl=1"
+    for calibration in ("c4", "prompts.txt"):
+        out, _ = succeeded(run("prune", tmp_path, "--dry-run", "--calibration", calibration))
+        assert hint not in out
+        (tmp_path / file).write_text(content)
+    (tmp_path / "prompts.txt").write_text("text")
+    for calibration, told in {"c4": True, "prompts.txt": False}.items():
+        out, _ = succeeded(run("prune", tmp_path, "--dry-run", "--calibration", calibration))
+        assert (hint in " ".join(out.split())) == told
+
+
 def test_a_dry_run_shows_the_plan_that_does_not_fit(run, tmp_path, monkeypatch):
     """Whoever plans for a larger machine needs its figures; the refusal comes behind them."""
     little = devices.FreeMemory(None, 1_000_000)

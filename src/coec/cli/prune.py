@@ -141,7 +141,7 @@ def _show_plan(plan: "Plan", model: str, out: str | None, flags: Mapping[str, An
         training = ("\ntraining on the calibration text, afterwards:", *ways)
 
     def lines() -> Iterator["RenderableType"]:
-        yield from _sizes(plan)
+        yield from _sizes(plan, Path(model))
         for (name, needed), moment in zip(record["memory_bytes"].items(), fullest, strict=True):
             if needed:
                 sizes = moment.device if name == "device" else moment.host
@@ -159,9 +159,11 @@ def _show_plan(plan: "Plan", model: str, out: str | None, flags: Mapping[str, An
         check_space(Path(out), output + partial)
 
 
-def _sizes(plan: "Plan") -> Iterator["RenderableType"]:
+def _sizes(plan: "Plan", model: Path) -> Iterator["RenderableType"]:
     """Yield sizes, notes, the format and who loads it."""
+    from coec.models.folder import has_chat_template
     from coec.models.layout import in_words, split_over
+    from coec.text.sources import is_named
 
     record = plan.record()
     if plan.dropped:
@@ -178,6 +180,12 @@ def _sizes(plan: "Plan") -> Iterator["RenderableType"]:
         before, after = active.values()
         rows.append(("active per token", f"{before:,}", f"{after:,} ({after / before:.1%})"))
     yield common.table(("", "dense", "pruned"), rows)
+    text, folder = str(plan.recipe.calibration), model if model.is_dir() else model.parent
+    if is_named(text) and has_chat_template(folder):
+        yield (
+            "the model answers chats: its answers to your prompts as half of the text keep them "
+            f"better (--calibration {text}=1,self:prompts.jsonl=1)"
+        )
     yield from plan.notes
     code = f", built by {record['code']}, written with the weights" if record["code"] else ""
     yield f"\nstored as {plan.output.model_type}{code}"

@@ -20,10 +20,10 @@ REPORT = "coec.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TOKENIZER_CONFIG = "tokenizer_config.json"
+_CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZER = (
-    *TOKENIZER_FILES, TOKENIZER_CONFIG, "tokenizer.model*", "tekken.json", "*.tiktoken",
-    "special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja",
-    "chat_template.json",
+    *TOKENIZER_FILES, TOKENIZER_CONFIG, *_CHAT_TEMPLATES, "tokenizer.model*", "tekken.json",
+    "*.tiktoken", "special_tokens_map.json", "added_tokens.json", "merges.txt",
 )  # fmt: skip
 _LICENCES = (
     "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*", "ACCEPTABLE_USE*",
@@ -175,6 +175,14 @@ def tokenizer_digest(folder: Path) -> str:
         except OSError as error:
             raise ModelError(f"'{path}' cannot be read: {error.strerror}") from error
     return content.hexdigest()
+
+
+def has_chat_template(folder: Path) -> bool:
+    """True if a model's tokenizer renders chats."""
+    if any((folder / name).is_file() for name in _CHAT_TEMPLATES):
+        return True
+    path = folder / TOKENIZER_CONFIG
+    return path.is_file() and b'"chat_template"' in path.read_bytes()
 
 
 def generation_digest(folder: Path) -> str | None:

@@ -19,7 +19,8 @@ from coec.models.dense import Dense
 from coec.models.files import JsonDict
 from coec.parallel import lead
 from coec.streams.self_text import Finite, end_tokens, sample_from_model, windows_that_fit
-from coec.text.chats import Chat, ChatTemplate, packed
+from coec.text.chats import ChatTemplate
+from coec.text.packing import Chat, packed
 from coec.text.sources import read_prompts
 from coec.text.tokens import digest
 from coec.text.windows import Windows

@@ -1,54 +1,32 @@
-"""Chats as tokens: a tokenizer's own template renders them, and the assistants' words are marked.
-
-Windows are packed from whole chats. A chat is cut where a window ends, and only in an assistant's
-turn.
-"""
+"""Chats as tokens: the tokenizer's template renders them, and the assistants' words are marked."""
 
 import re
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from coec.errors import CalibrationError, ModelError, first_line
 from coec.events import record
+from coec.text.packing import Chat
 from coec.text.sources import check_unicode
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a turn that hold its reasoning apart from its content."""
 _FEW_ANSWERS = 0.9
 """Share of the assistants' text; a chat template that keeps less is recorded."""
-_TRIED, _RETURNED = 256, 4
-"""Chats that are tried as the last of a window, and whole chats that a window gives back."""
 _MARK = "coec{}turn"
 """Text in the place of an assistant's words, which tells where a template puts them."""
 
 Turns = list[dict[str, Any]]
 Piece = tuple[str, bool]
 """Some text of a chat, and whether an assistant wrote it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Chat:
-    """A chat as tokens, without the special tokens that the tokenizer puts around a text.
-
-    Attributes:
-        ids: the tokens.
-        answered: True for tokens after which a window may end: those of the assistants' turns, or
-            all tokens where nothing tells the turns apart.
-        characters: number of characters of the text.
-    """
-
-    ids: Int[Tensor, " n"]
-    answered: Bool[Tensor, " n"]
-    characters: int = 0
 
 
 def encode(
@@ -250,98 +228,6 @@ def chat_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         record(f"the chat template was not used to sample text: {first_line(error)}")
         return []
     return encode(tokenizer, start, special=False).tolist() if found else []
-
-
-class Packed(NamedTuple):
-    """Windows of chats, and how many of them end in a turn that is not the assistant's."""
-
-    windows: Int[Tensor, "n length"]
-    cut: int
-
-
-def packed(chats: Sequence[Chat], seq_len: int) -> Packed:
-    """Pack chats into windows without padding.
-
-    A window begins with a chat and takes the next ones that fit whole. Its last chat is the
-    shortest of all that are left and fill the window, with the cut in an assistant's turn. If
-    there is none, the window gives up to `_RETURNED` chats back and tries again, and else cuts the
-    next chat. The rest of this chat is left out; if it is longer than a window, the next window
-    begins with the rest.
-    """
-    pool, windows, cut = _Pool(chats), list[Tensor](), 0
-    rest: Chat | None = None
-    while pool.left or rest is not None:
-        # The rest of a long chat → whole chats in their order → the chat that is cut
-        taken, room = [] if rest is None else [rest], seq_len
-        rest = None
-        room -= sum(len(chat.ids) for chat in taken)
-        while room > 0 and pool.left and len(pool.first.ids) <= room:
-            taken.append(pool.take(pool.first))
-            room -= len(taken[-1].ids)
-        if room > 0:
-            last, count = pool.shortest(room), 0
-            while last is None and count < min(_RETURNED, len(taken) - 1):
-                count += 1
-                last = pool.shortest(room + sum(map(_length, taken[-count:])))
-            if last is None and not pool.left:
-                break
-            for _ in range(0 if last is None else count):
-                room += len(taken[-1].ids)
-                pool.give_back(taken.pop())
-            taken.append(pool.take(last or pool.first))
-            room -= len(taken[-1].ids)
-        if room < 0:
-            length = len(taken[-1].ids) + room
-            cut += not taken[-1].answered[length - 1]
-            if len(taken[-1].ids) > seq_len:
-                rest = _after(taken[-1], length)
-        windows.append(torch.cat([chat.ids for chat in taken])[:seq_len])
-    ids = torch.stack(windows) if windows else torch.empty(0, seq_len, dtype=torch.int64)
-    return Packed(ids, cut)
-
-
-class _Pool:
-    """The chats that no window has yet, in their order and by their length."""
-
-    def __init__(self, chats: Sequence[Chat]) -> None:
-        self.left = dict.fromkeys(chats)
-        self._by_length = sorted(chats, key=_length)
-
-    @property
-    def first(self) -> Chat:
-        """The first chat."""
-        return next(iter(self.left))
-
-    def take(self, chat: Chat) -> Chat:
-        """Return a chat, which is left no more."""
-        del self.left[chat]
-        place = bisect_left(self._by_length, _length(chat), key=_length)
-        while self._by_length[place] is not chat:
-            place += 1
-        del self._by_length[place]
-        return chat
-
-    def give_back(self, chat: Chat) -> None:
-        """Put a chat after all others."""
-        self.left[chat] = None
-        insort(self._by_length, chat, key=_length)
-
-    def shortest(self, room: int) -> Chat | None:
-        """Return the shortest chat that fills a room, with the cut in an assistant's turn."""
-        first = bisect_left(self._by_length, room, key=_length)
-        for chat in self._by_length[first : first + _TRIED]:
-            if len(chat.ids) == room or chat.answered[room - 1]:
-                return chat
-        return None
-
-
-def _length(chat: Chat) -> int:
-    return len(chat.ids)
-
-
-def _after(chat: Chat, length: int) -> Chat | None:
-    """Return a chat after some tokens; None if it ends there."""
-    return Chat(chat.ids[length:], chat.answered[length:]) if len(chat.ids) > length else None
 
 
 def _turn(message: Any) -> dict[str, Any]:

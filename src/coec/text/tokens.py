@@ -27,7 +27,8 @@ from coec.models.folder import (
     tokenizer_classes,
 )
 from coec.models.layout import BLOCK_WIDTHS
-from coec.text.chats import Chat, ChatTemplate, encode
+from coec.text.chats import ChatTemplate, encode
+from coec.text.packing import Chat
 from coec.text.sources import Documents, Split, mixture, read_parts
 
 TOKEN_SUFFIXES = (".npy", ".safetensors")

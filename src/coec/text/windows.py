@@ -18,7 +18,7 @@ from coec.errors import CalibrationError, OptionError
 from coec.events import Progress, record
 from coec.models.dense import Dense
 from coec.models.files import JsonDict, sha256
-from coec.text.chats import packed
+from coec.text.packing import packed
 from coec.text.sources import Documents, is_named, mixture, read_parts
 from coec.text.tokens import (
     PIECE,
