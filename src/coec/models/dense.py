@@ -228,7 +228,7 @@ class Dense(Description):
         numbers.
 
         Args:
-            noted: also compute `hashes`, which takes time.
+            noted: also compute `hashes`, which takes time, and compare the expected weights.
         """
         # Skeleton on no device → buffers → tensors, checked → nothing may be left without values
         model: Any = self.skeleton(dtype)
@@ -241,6 +241,8 @@ class Dense(Description):
             for file, names in self._names_by_file.items()
             for name, tensor in read(file, names).items()
         }
+        if noted:
+            self.check_unchanged()
         state = self.names.in_model(state)
         model.load_state_dict(state, assign=True, strict=not self.tied)
         if self.tied:
