@@ -185,7 +185,7 @@ def _perplexity(
         tokenizer = load_tokenizer(dense.folder, trust_remote_code=trust_remote_code)
         longest = rules.answer_tokens or length
         prompts = Prompts.read(text, rules.text_column, tokenizer, longest, dense.positions)
-        writer = Writer(dense, tokenizer, unkept, progress)
+        writer = Writer(dense, tokenizer, unkept, progress, fewer=True)
     if not sampled:
         # A model in memory may have no folder: the baseline's tokenizer is used instead.
         foreign = isinstance(measured, Loaded) and not has_tokenizer(measured.folder)

@@ -99,7 +99,7 @@ def test_a_column_can_be_named_and_must_be_text(hub):
         CalibrationError, match=r"row 1 .*'text' \(it has: id, story\); .*text_column=NAME"
     ):
         read_text("hub:owner/name", split="train")
-    with pytest.raises(CalibrationError, match="row 1 .* no text in column 'id'"):
+    with pytest.raises(CalibrationError, match="row 1 .* column 'id' holds"):
         read_text("hub:owner/name", split="train", text_column="id")
 
 

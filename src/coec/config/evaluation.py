@@ -15,7 +15,7 @@ class TextEvaluation(Settings):
     max_windows: int | None = setting(None, ge=1, otherwise="all")
     """Evaluate only the first windows, at most this many."""
     samples: int = setting(64, ge=1)
-    """Number of windows to sample if the text is self or self:PROMPTS.jsonl."""
+    """Number of windows of the text self, and the most of self:PROMPTS.jsonl."""
     seed: int = setting(1, ge=0)
     """Seed of the sampled text."""
     answer_tokens: int | None = setting(None, ge=1, otherwise="as many as a window has")

@@ -175,12 +175,20 @@ def _document(row: Any, column: str, rendered: Rendered, place: str) -> Any:
     """
     if not isinstance(row, Mapping):
         return None
-    # First column that holds something → a document, or nothing that can be read
-    found = next((row[name] for name in _columns(column) if row.get(name) is not None), None)
+    # First column that holds something → a document
+    name = next((name for name in _columns(column) if row.get(name) is not None), None)
+    if name is None:
+        return None
+    found = row[name]
     try:
         if isinstance(found, str):
             check_unicode(found)
-        return rendered(found) if isinstance(found, str | list) else None
+        elif not isinstance(found, list):
+            raise CalibrationError(
+                f"column '{name}' holds {found!r:.40}, no text: leave such rows out, or name "
+                "another column with text_column=NAME"
+            )
+        return rendered(found)
     except CalibrationError as error:
         raise CalibrationError(f"{place}: {error}") from error
 
