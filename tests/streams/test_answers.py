@@ -193,6 +193,8 @@ def test_shares_of_a_text_and_of_answers(dense, prompts, tmp_path):
 
 def test_the_baseline_answers_in_an_evaluation(dense, prompts, tmp_path):
     found = coec.perplexity(dense, prompts, baseline=dense, samples=3, seq_len=32)
+    every = coec.perplexity(dense, prompts, baseline=dense, samples=1000, seq_len=32)
+    assert found.windows == 3 < every.windows < 1000
     assert (found.windows, found.kl) == (3, pytest.approx(0, abs=1e-9))
     with pytest.raises(OptionError, match="is written by the baseline: give baseline"):
         coec.perplexity(dense, prompts, samples=3, seq_len=32)
