@@ -220,7 +220,7 @@ def test_settings_that_do_nothing_for_answers_are_refused(settings, match, dense
         ({"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]},
          "line 41: a prompt ends with the user's turn"),
         ({"prompt": [{"role": "user", "content": "w1"}, "w2"]}, "line 41: a chat is a list of"),
-        ({"prompt": 7}, "line 41, has no text in column 'prompt'"),
+        ({"prompt": 7}, "line 41: column 'prompt' holds 7"),
         ({"prompt": "w1 " * 200}, "line 41: the prompt has .* and the model 64 positions"),
         ({"prompt": "a\ud800"}, "line 41: character 2 is half of a surrogate pair"),
     ],
@@ -281,7 +281,7 @@ def test_recover_trains_on_answers_and_resumes(dense, prompts, tmp_path, monkeyp
 def test_recover_refuses_a_wrong_prompt_before_work(dense, prompts, tmp_path):
     coec.prune(dense, tmp_path / "pruned", **SETTINGS | {"calibration": prompts})
     source = written(tmp_path / "bad.jsonl", [{"prompt": "w1"}, {"prompt": 7}])
-    for text, match in ((source, "line 2, has no text in column 'prompt'"),
+    for text, match in ((source, "line 2: column 'prompt' holds 7"),
                         (f"{prompts},none.txt", "no text at 'none.txt'")):  # fmt: skip
         with pytest.raises(CalibrationError, match=match):
             coec.recover(dense, tmp_path / "pruned", tmp_path / "out", text=text, tokens=600,
