@@ -129,24 +129,17 @@ class Checkpoint:
         self, name: str, make: Callable[[], tuple[Mapping[str, Tensor], JsonDict]]
     ) -> tuple[Mapping[str, Tensor], JsonDict]:
         """Return the tensors and facts that are kept under a name; make and keep them first."""
-        kept = parallel.lead(self._kept_piece, name)
+        kept = parallel.lead(lambda: self._journal.tensors(name))
         if kept is None:
             kept = parallel.lead(self._keep_piece, name, make())
         return kept
-
-    def _kept_piece(self, name: str) -> tuple[Mapping[str, Tensor], JsonDict] | None:
-        if name not in self._journal:
-            return None
-        return read_tensors(self._journal.path(name)), self._journal.facts(name)
 
     def _keep_piece(
         self, name: str, made: tuple[Mapping[str, Tensor], JsonDict]
     ) -> tuple[Mapping[str, Tensor], JsonDict]:
         tensors, facts = made
-        path = self._journal.work / f"{name.replace(' ', '-')}.safetensors"
         made_of = self._dense.digests_of(self._dense.layout.blocks)
-        write = functools.partial(write_tensors, dict(tensors))
-        self._journal.put(name, path, write, **facts, made_of=made_of)
+        self._journal.put_tensors(name, tensors, **facts, made_of=made_of)
         return made
 
     def begin(self, plan: Plan) -> None:

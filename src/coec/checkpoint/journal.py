@@ -8,20 +8,23 @@ continues. A line carries its own digest, since no other file may have the facts
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from coec.checkpoint import folder as output
 from coec.checkpoint.folder import JOURNAL, NEW, STATES, WORK, sync, writing
 from coec.errors import OutputError, UnfinishedError
 from coec.events import record
-from coec.models.files import JsonDict, sha256
+from coec.models.files import JsonDict, read_tensors, sha256, write_tensors
 
 RunIdentity = JsonDict
 """Everything that determines a result, JSON-ready; models and texts by digests of their content."""
@@ -124,6 +127,15 @@ class Journal:
             sync(path.parent)
             file = path.relative_to(self.partial).as_posix()
             self._append(JournalEntry(name, file, path.stat().st_size, sha256(path), facts))
+
+    def put_tensors(self, name: str, tensors: Mapping[str, Tensor], **facts: Any) -> None:
+        """Finish a piece of tensors, in `work`."""
+        path = self.work / f"{name.replace(' ', '-')}.safetensors"
+        self.put(name, path, functools.partial(write_tensors, dict(tensors)), **facts)
+
+    def tensors(self, name: str) -> tuple[Mapping[str, Tensor], JsonDict] | None:
+        """Return the tensors and facts of such a piece; None if it is not finished."""
+        return (read_tensors(self.path(name)), self.facts(name)) if name in self else None
 
     def note(self, name: str, **facts: Any) -> None:
         """Record facts without a file; return when they are on the disk."""

@@ -180,7 +180,7 @@ def _sizes(plan: "Plan", model: Path) -> Iterator["RenderableType"]:
         before, after = active.values()
         rows.append(("active per token", f"{before:,}", f"{after:,} ({after / before:.1%})"))
     yield common.table(("", "dense", "pruned"), rows)
-    text, folder = str(plan.recipe.calibration), model if model.is_dir() else model.parent
+    text, folder = str(plan.recipe.calibration), model.parent if model.is_file() else model
     if is_named(text) and has_chat_template(folder):
         yield (
             "the model answers chats: its answers to your prompts as half of the text keep them "

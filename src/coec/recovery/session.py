@@ -26,7 +26,7 @@ from coec.config import is_own, nth_seed
 from coec.devices import environment
 from coec.errors import CalibrationError, NumericalError
 from coec.events import RESUMING, Progress, record
-from coec.models.files import INDEX, JsonDict, read_tensors, write_tensors
+from coec.models.files import INDEX, JsonDict, write_tensors
 from coec.models.folder import CONFIG, carry_files
 from coec.planning.kept import KEPT
 from coec.recovery import text as texts
@@ -211,7 +211,7 @@ class Session:
         """Put the windows of the text into the journal; the model's own text group by group."""
         job = self.job
         windows = (
-            self._answered(pieces, teacher, count)
+            self._own_text(pieces, teacher, count)
             if job.recovery.own
             else job.windows(count, self._tell)
         )
@@ -223,14 +223,15 @@ class Session:
         }  # fmt: skip
         pieces.put("text", self.text, partial(texts.save_windows, ids), record=origin)
 
-    def _answered(self, pieces: Journal, teacher: PreTrainedModel, count: int) -> Windows:
-        """Return at most `count` windows of a text that holds the teacher's answers to prompts."""
+    def _own_text(self, pieces: Journal, teacher: PreTrainedModel, count: int) -> Windows:
+        """Return at most `count` windows of a text that the teacher writes, or a part of it."""
         job, whole = self.job, self.job.recovery.text
         prompts = texts.read_prompts(
             job.pruned, job.recovery, job.seq_len, job.positions, trust_remote_code=job.trust
         )
         tokenizer = load_tokenizer(job.pruned.folder, trust_remote_code=job.trust)
-        writer = Writer(job.teacher, tokenizer, partial(_once, pieces), self._tell, teacher, True)
+        once = partial(_once, pieces)
+        writer = Writer(job.teacher, tokenizer, once, self._tell, teacher, fewer=True)
         parts = []
         for number, (source, size) in enumerate(shares(whole, max(count, len(prompts)))):
             if is_own(source):
@@ -378,12 +379,12 @@ class Session:
 
 
 def _once(pieces: Journal, name: str, make: Callable[[], Kept]) -> Kept:
-    """Return the tensors that a journal keeps under a name, or make and keep them."""
-    if name not in pieces:
-        tensors, _ = make()
-        path = pieces.work / f"{name.replace(' ', '-')}.safetensors"
-        pieces.put(name, path, partial(write_tensors, dict(tensors)))
-    return read_tensors(pieces.path(name)), {}
+    """Return what a journal keeps under a name; make and keep it first."""
+    kept = pieces.tensors(name)
+    if kept is None:
+        tensors, facts = kept = make()
+        pieces.put_tensors(name, tensors, **facts)
+    return kept
 
 
 def tokens_per_second(job: Job, teacher: PreTrainedModel, at_once: int) -> float:

@@ -1,7 +1,7 @@
 """Text that the dense model writes: from nothing, or as its answers to a user's prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from coec.text.tokens import digest
 from coec.text.windows import Windows
 
 GROUP = 32
-"""Number of windows, or of answers to prompts, that are kept together."""
+"""Number of answers to prompts, and the least of windows, that are kept together."""
 _PASSES = 8
 """Largest number of answers to one prompt."""
 Prompt = Int[Tensor, " n"]
@@ -255,22 +255,22 @@ class Writer:
 
     def _sampled(self, samples: int, seq_len: int, seed: int, name: str, at_once: int) -> Windows:
         """Return windows of text that begins with nothing."""
-        groups = []
-        for first in range(0, samples, GROUP):
+        parts, size = [], max(GROUP, at_once)
+        for first in range(0, samples, size):
 
             def make(first: int = first) -> Kept:
                 windows = lead(lambda: sample_from_model(
-                    self.network, self.tokenizer, samples=min(GROUP, samples - first), first=first,
+                    self.network, self.tokenizer, samples=min(size, samples - first), first=first,
                     seq_len=seq_len, seed=seed, at_once=at_once,
                 ))  # fmt: skip
-                return {"ids": windows.ids, "start": torch.tensor(windows.special_tokens)}, {}
+                return {"ids": windows.ids}, windows.record()
 
-            groups.append(self.once(f"{name} {first // GROUP}", make)[0])
+            tensors, facts = self.once(f"{name} {first // size}", make)
+            parts.append(Windows.of_record(tensors["ids"], facts))
             if self.progress:
-                self.progress("sampling text", min(first + GROUP, samples), samples)
-        ids = torch.cat([group["ids"] for group in groups])
-        start = int(groups[0]["start"])
-        return Windows(ids, f"{OWN} (seed {seed})", ids.numel(), digest(ids), start)
+                self.progress("sampling text", min(first + size, samples), samples)
+        ids = torch.cat([part.ids for part in parts])
+        return replace(parts[0], ids=ids, available=ids.numel(), text_sha256=digest(ids))
 
 
 def unkept(name: str, make: Callable[[], Kept]) -> Kept:

@@ -12,7 +12,6 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerB
 from coec.config import nth_seed
 from coec.devices import FreeMemory
 from coec.errors import CalibrationError, ModelError
-from coec.events import Progress
 from coec.models.description import Description
 from coec.planning.memory import MOST_SAMPLED, window_bytes
 from coec.text.chats import chat_start, encode
@@ -41,7 +40,6 @@ def sample_from_model(
     seed: int,
     first: int = 0,
     at_once: int = MOST_SAMPLED,
-    progress: Progress | None = None,
 ) -> Windows:
     """Draw `samples` windows of `seq_len` tokens from the model at temperature 1.
 
@@ -59,7 +57,6 @@ def sample_from_model(
         first: number of the first window; every number has random numbers of its own.
         at_once: number of windows sampled together. Another number gives another text only where
             rounding tips a draw.
-        progress: called with ("sampling text", done, first + samples).
 
     Raises:
         CoecError: the tokenizer's start does not fit the model or the windows; or the model's
@@ -77,8 +74,6 @@ def sample_from_model(
             ]
             # In a chat, end tokens end a turn.
             rows.append(_drawn(model, start, seq_len, [] if chat else ends, generators))
-            if progress:
-                progress("sampling text", numbers.stop, first + samples)
     ids = torch.cat(rows)
     return Windows(ids, f"self (seed {seed})", ids.numel(), digest(ids), len(start))
 
