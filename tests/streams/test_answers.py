@@ -134,6 +134,7 @@ def test_own_settings_and_the_seed_decide_answers(dense, prompts):
 
 def test_a_resumed_run_asks_only_what_is_not_answered(dense, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GROUP", 3)
+    monkeypatch.setattr(module, "windows_that_fit", lambda *_: 3)
     settings = SETTINGS | {"calibration": prompts, "samples": 9}
     report = coec.prune(dense, tmp_path / "whole", **settings)
     assert "answers, seed 0" in report.calibration["source"]
@@ -155,6 +156,21 @@ def test_a_resumed_run_asks_only_what_is_not_answered(dense, prompts, tmp_path, 
     assert tm.same_weights(tmp_path / "whole", tmp_path / "out")
     seeds = [arguments[-1] for arguments in asked]
     assert len(seeds) == len(set(seeds))
+
+
+@pytest.mark.parametrize(("samples", "size"), [(8, 5), (1, 2)])
+def test_a_group_of_prompts_fills_a_batch_if_so_many_are_needed(
+    samples, size, dense, prompts, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "GROUP", 2)
+    monkeypatch.setattr(module, "windows_that_fit", lambda *_: 5)
+    sizes, generated = [], module._generated
+    monkeypatch.setattr(
+        module, "_generated", lambda *a: (sizes.append(len(a[1])), generated(*a))[1]
+    )
+    coec.prune(dense, tmp_path / "out", **SETTINGS | {"calibration": prompts, "samples": samples,
+                                                      "holdout": 0})  # fmt: skip
+    assert max(sizes) == size
 
 
 @pytest.mark.parametrize("command", ["prune", "recover"])
@@ -255,6 +271,7 @@ def test_bad_prompts_are_refused_before_work(settings, match, dense, tmp_path):
 
 def test_recover_trains_on_answers_and_resumes(dense, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GROUP", 3)
+    monkeypatch.setattr(module, "windows_that_fit", lambda *_: 3)
     text = tm.text_file(tmp_path / "text.txt")
     coec.prune(dense, tmp_path / "pruned", calibration=text, preset="fast", samples=4, seq_len=32)
     settings = {"text": f"{prompts},{text}", "tokens": 600, "seq_len": 32, "answer_tokens": 20}

@@ -26,7 +26,7 @@ from coec.text.tokens import digest
 from coec.text.windows import Windows
 
 GROUP = 32
-"""Number of answers to prompts, and the least of windows, that are kept together."""
+"""Least number of answers to prompts, and of windows, that are kept together."""
 _PASSES = 8
 """Largest number of answers to one prompt."""
 Prompt = Int[Tensor, " n"]
@@ -99,6 +99,7 @@ class Prompts:
         samples: int,
         seq_len: int,
         seed: int,
+        group: int = GROUP,
         fewer: bool = False,
         progress: Progress | None = None,
     ) -> Windows:
@@ -111,6 +112,7 @@ class Prompts:
             samples: number of windows.
             seq_len: tokens of a window.
             seed: of the order of prompts, and of the answers.
+            group: number of prompts in a group.
             fewer: ask every prompt once, and return what windows there are.
             progress: called with ("answering prompts", done, samples).
 
@@ -118,7 +120,7 @@ class Prompts:
             CalibrationError: the answers are too few for so many windows.
         """
         order = torch.randperm(len(self.all), generator=torch.Generator().manual_seed(seed))
-        groups, chats, tokens = order.split(GROUP), list[Chat](), 0
+        groups, chats, tokens = order.split(group), list[Chat](), 0
         windows, known = packed(chats, seq_len).windows, set[str]()
         for number in range(len(groups) * (1 if fewer else _PASSES)):
             asked = [self.all[int(n)] for n in groups[number % len(groups)]]
@@ -241,6 +243,9 @@ class Writer:
         if prompts is None:
             return self._sampled(samples, seq_len, seed, name, at_once)
 
+        # A group fills a batch, but asks no more prompts than the windows need at the least.
+        size = max(GROUP, min(at_once, samples * seq_len // length))
+
         def ask(group: int, asked: Sequence[Prompt], seed: int) -> list[Chat]:
             def make() -> Kept:
                 answers = partial(prompts.answered, self.network, asked, seed, at_once)
@@ -249,7 +254,7 @@ class Writer:
             return _restored(self.once(f"{name} {group}", make)[0])
 
         return prompts.windows(
-            ask, samples=samples, seq_len=seq_len, seed=seed, fewer=self.fewer,
+            ask, samples=samples, seq_len=seq_len, seed=seed, group=size, fewer=self.fewer,
             progress=self.progress,
         )  # fmt: skip
 
