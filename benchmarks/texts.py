@@ -125,7 +125,9 @@ def accuracy(model: Path, data: Path) -> dict[str, float]:
             yaml.safe_load(known[name].yaml_path.read_text())
             | {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": source, **splits}
         )
-    loaded = HFLM(pretrained=str(model), dtype="float32", device="cpu", batch_size=16)
+    loaded = HFLM(  # widths by block are custom code
+        pretrained=str(model), dtype="float32", device="cpu", batch_size=16, trust_remote_code=True
+    )
     found = lm_eval.simple_evaluate(
         loaded, tasks=tasks, num_fewshot=0, samples=samples, log_samples=False, bootstrap_iters=0
     )["results"]  # fmt: skip
