@@ -34,8 +34,8 @@ _PARTS = 3
 """Numbers of bfloat16, of 8 binary digits each, whose sum is any number of float32, of 24."""
 AHEAD = 2
 """Batches whose work may be going on when the next is copied to a GPU."""
-LOGITS_PER_PASS = 2**24
-"""Logits held at once."""
+LOGITS_PER_PASS = 2**23
+"""Logits held at once: in float32 no more than glibc keeps for the next ones (`hand_back`)."""
 TOKENS_PER_BATCH = 8192
 """Tokens that are run at once on a CPU."""
 NUMBERS_PER_BATCH = 2**25

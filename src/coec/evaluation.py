@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from coec.checkpoint.report import calibration_digest
 from coec.config import asks, is_own, listing, without_effect
 from coec.config.evaluation import TextEvaluation
-from coec.devices import choose_device, choose_forward_dtype
+from coec.devices import LOGITS_PER_PASS, choose_device, choose_forward_dtype
 from coec.errors import ModelError, NumericalError, OptionError, first_line
 from coec.events import Progress
 from coec.models.dense import Dense
@@ -329,8 +329,8 @@ def _needs_start(network: PreTrainedModel, ids: Int[Tensor, "n length"], start: 
     # log p of the same tokens, after the start and without it → the mean gain
     begun = ids[:_MEASURED_WINDOWS, :_MEASURED_LENGTH].to(network.device)
     text = begun[:, start:]
-    with_start = _log_probabilities(network, begun)[:, start:]
-    without = _log_probabilities(network, text)
+    with_start = _logarithms(_logits(network, begun))[:, start:]
+    without = _logarithms(_logits(network, text))
     gain = (with_start - without).gather(-1, text[:, 1:, None]).mean()
     return float(gain) > _NEEDED
 
@@ -342,19 +342,24 @@ def _predict(
     windows: Int[Tensor, "n length"],
     progress: Progress | None,
 ) -> Prediction:
-    length = windows.shape[1]
-    batch = max(1, _LOGITS_PER_BATCH // (length * model.config.vocab_size))
+    length, vocabulary = windows.shape[1], model.config.vocab_size
+    batch = max(1, _LOGITS_PER_BATCH // (length * vocabulary))
+    tokens = max(1, LOGITS_PER_PASS // vocabulary)
+    networks = [network for network in (model, baseline) if network is not None]
     prediction = Prediction()
     for first in range(0, len(windows), batch):
+        # Logits of a batch → log p and log q of some tokens at a time, in little memory
         ids = windows[first : first + batch].to(model.device)
-        log_q = None if baseline is None else _log_probabilities(baseline, ids)
-        prediction.update(_log_probabilities(model, ids), ids[:, 1:], log_q)
+        logits = [_logits(network, ids).flatten(0, 1).split(tokens) for network in networks]
+        for following, *parts in zip(ids[:, 1:].flatten().split(tokens), *logits, strict=True):
+            log_p, *log_q = map(_logarithms, parts)
+            prediction.update(log_p, following, *log_q)
         if progress:
             progress("evaluating", min(first + batch, len(windows)), len(windows))
     return prediction
 
 
-def _log_probabilities(
+def _logits(
     model: PreTrainedModel, ids: Int[Tensor, "n length"]
 ) -> Float[Tensor, "n length-1 vocabulary"]:
     outputs = model(input_ids=ids, use_cache=False)
@@ -362,7 +367,12 @@ def _log_probabilities(
         raise ModelError(
             f"a {type(model).__name__} predicts no tokens: give the whole causal language model"
         )
-    logits = outputs.logits[:, :-1]
+    logits: Tensor = outputs.logits[:, :-1]
+    return logits
+
+
+def _logarithms(logits: Float[Tensor, "*tokens v"]) -> Float[Tensor, "*tokens v"]:
+    """Return log probabilities in float32 or wider."""
     # Logarithms of sums over the vocabulary need more digits than narrow logits have.
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return F.log_softmax(logits.to(wide), dim=-1)

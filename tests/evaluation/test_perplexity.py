@@ -45,9 +45,11 @@ def naive(dense, other, length):
     return *means, len(ce)
 
 
-@pytest.mark.parametrize("batch", [2**26, 1])
-def test_perplexity_is_that_of_the_naive_loop(dense, other, batch, monkeypatch):
+@pytest.mark.parametrize(("batch", "tokens"), [(2**26, 1000), (2**26, 7), (1, 7)])
+def test_perplexity_is_that_of_the_naive_loop(dense, other, batch, tokens, monkeypatch):
+    vocabulary = tm.load(dense).config.vocab_size
     monkeypatch.setattr(module, "_LOGITS_PER_BATCH", batch)
+    monkeypatch.setattr(module, "LOGITS_PER_PASS", tokens * vocabulary)
     result = coec.perplexity(other, IDS, seq_len=16, baseline=dense)
     ce, base_ce, kl, same, count = naive(dense, other, 16)
     assert (result.windows, result.tokens, result.seq_len) == (4, count, 16)  # 6 tokens dropped

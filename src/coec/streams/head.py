@@ -41,7 +41,7 @@ class Prediction:
         if baseline is not None:
             self._baseline -= _picked(baseline, next_tokens)
             divergences = F.kl_div(log_p, baseline, log_target=True, reduction="none")
-            self._divergence += float(divergences.sum(dtype=torch.float64))
+            self._divergence += float(divergences.sum(dim=-1).sum(dtype=torch.float64))
             self._agreed += int((log_p.argmax(dim=-1) == baseline.argmax(dim=-1)).sum())
 
     def merge(self, sums: "Prediction") -> None:
@@ -176,17 +176,19 @@ class Head:
         runs = [_tokens(states).split(size, dim=-2) for states in (state, dense)]
         total, gradients = torch.zeros((), device=self._device), list[Tensor]()
         for run, dense_run in zip(*runs, strict=True):
-            # Dense states → log q, no derivatives; pruned states → log p → KL(q ‖ p), ∂KL/∂states
-            with torch.no_grad():
-                log_q = self._logits(dense_run).log_softmax(dim=-1)
+            # Dense states → log q, q; pruned states → logits → log p → KL(q ‖ p)
             inputs = run.detach().to(self._device, self._dtype)
             inputs.requires_grad_(state.requires_grad)
             with torch.set_grad_enabled(state.requires_grad):
-                log_p = self._logits(inputs).log_softmax(dim=-1)
-                value = F.kl_div(log_p, log_q, log_target=True, reduction="sum")
-            total += value.detach()
-            if state.requires_grad:
-                gradients += torch.autograd.grad(value, inputs)
+                logits = self._logits(inputs)
+            with torch.no_grad():
+                log_p = logits.log_softmax(dim=-1)
+                log_q = self._logits(dense_run).log_softmax(dim=-1)
+                q = log_q.exp()
+                total += log_q.sub_(log_p).mul_(q).sum()
+                if state.requires_grad:
+                    # ∂KL/∂logits = p − q → ∂KL/∂states
+                    gradients += torch.autograd.grad(logits, inputs, log_p.exp_().sub_(q))
         if not gradients:
             return total
         # A term of value 0 whose derivative by `state` is the one taken above: autograd goes on
