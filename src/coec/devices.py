@@ -105,6 +105,11 @@ def tokens_per_batch(device: torch.device, hidden: int) -> int:
     return min(NUMBERS_PER_BATCH // hidden, 8 * TOKENS_PER_BATCH)
 
 
+def tokens_per_pass(vocabulary: int) -> int:
+    """Return how many tokens' logits are held at once."""
+    return max(1, LOGITS_PER_PASS // vocabulary)
+
+
 @functools.cache
 def double_rate(device: torch.device) -> float:
     """Rate of float64 matrix products relative to float32; 0 on a device without float64."""

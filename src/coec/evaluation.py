@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from coec.checkpoint.report import calibration_digest
 from coec.config import asks, is_own, listing, without_effect
 from coec.config.evaluation import TextEvaluation
-from coec.devices import LOGITS_PER_PASS, choose_device, choose_forward_dtype
+from coec.devices import choose_device, choose_forward_dtype, tokens_per_pass
 from coec.errors import ModelError, NumericalError, OptionError, first_line
 from coec.events import Progress
 from coec.models.dense import Dense
@@ -344,7 +344,7 @@ def _predict(
 ) -> Prediction:
     length, vocabulary = windows.shape[1], model.config.vocab_size
     batch = max(1, _LOGITS_PER_BATCH // (length * vocabulary))
-    tokens = max(1, LOGITS_PER_PASS // vocabulary)
+    tokens = tokens_per_pass(vocabulary)
     networks = [network for network in (model, baseline) if network is not None]
     prediction = Prediction()
     for first in range(0, len(windows), batch):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import coec
 import coec.evaluation as module
 import tiny_models as tm
+from coec import devices
 from coec.errors import CalibrationError, ModelError, NumericalError, OptionError
 from outcomes import one_line
 
@@ -49,7 +50,7 @@ def naive(dense, other, length):
 def test_perplexity_is_that_of_the_naive_loop(dense, other, batch, tokens, monkeypatch):
     vocabulary = tm.load(dense).config.vocab_size
     monkeypatch.setattr(module, "_LOGITS_PER_BATCH", batch)
-    monkeypatch.setattr(module, "LOGITS_PER_PASS", tokens * vocabulary)
+    monkeypatch.setattr(devices, "LOGITS_PER_PASS", tokens * vocabulary)
     result = coec.perplexity(other, IDS, seq_len=16, baseline=dense)
     ce, base_ce, kl, same, count = naive(dense, other, 16)
     assert (result.windows, result.tokens, result.seq_len) == (4, count, 16)  # 6 tokens dropped

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from coec.recovery import distillation
+from coec import devices
 from coec.recovery.distillation import TopTokens, distillation_loss
 
 WINDOWS, LENGTH, VOCABULARY = 2, 5, 11
@@ -57,7 +57,7 @@ def test_it_does_not_matter_how_many_logits_are_looked_at_together(
     student, teacher, ids, monkeypatch
 ):
     together = distillation_loss(student, teacher, ids, 0.2)
-    monkeypatch.setattr(distillation, "LOGITS_PER_PASS", 3 * VOCABULARY)
+    monkeypatch.setattr(devices, "LOGITS_PER_PASS", 3 * VOCABULARY)
     apart = distillation_loss(student, teacher, ids, 0.2)
     torch.testing.assert_close(apart, together)
     torch.testing.assert_close(gradient(apart, student), gradient(together, student))

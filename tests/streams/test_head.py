@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny_models as tm
+from coec import devices
 from coec.models.dense import Dense
-from coec.streams import head as module
 from coec.streams.head import Head, Prediction
 
 P = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125], [0.2, 0.2, 0.6]]).log()
@@ -74,7 +74,7 @@ def test_a_divergence_is_that_of_all_logits_at_once_however_many_are_held(
     ended, tokens, monkeypatch
 ):
     head, model, moved, dense = ended
-    monkeypatch.setattr(module, "LOGITS_PER_PASS", tokens * model.config.vocab_size)
+    monkeypatch.setattr(devices, "LOGITS_PER_PASS", tokens * model.config.vocab_size)
     own, other = (moved.clone().requires_grad_() for _ in range(2))
     value, oracle = head.divergence(own, dense), expected(model, other, dense)
     assert value.item() == pytest.approx(oracle.item(), rel=1e-6)

@@ -28,7 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from coec.checkpoint.folder import free_space, sync, writing
 from coec.checkpoint.journal import Journal
-from coec.devices import LOGITS_PER_PASS
+from coec.devices import tokens_per_pass
 from coec.events import Progress, record
 from coec.models.files import JsonDict, digests_in, write_tensors
 from coec.recovery.job import Job
@@ -89,7 +89,7 @@ class _Loss(torch.autograd.Function):
         # Counted only where it is divided by: to read the count waits for the device.
         counted = max(int((following >= 0).sum()), 1) if share else 1
         loss = logits.new_zeros((), dtype=torch.float32)
-        for rows in torch.arange(tokens).split(max(1, LOGITS_PER_PASS // vocabulary)):
+        for rows in torch.arange(tokens).split(tokens_per_pass(vocabulary)):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
             log_q = logits[piece].float().log_softmax(dim=-1)
             log_p = _logarithms(target, piece, log_q)

@@ -99,7 +99,7 @@ class Prompts:
         samples: int,
         seq_len: int,
         seed: int,
-        group: int = GROUP,
+        group: int,
         fewer: bool = False,
         progress: Progress | None = None,
     ) -> Windows:

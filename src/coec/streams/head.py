@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coec.devices import LOGITS_PER_PASS
+from coec.devices import tokens_per_pass
 from coec.models.calls import compute_buffers, decoder_of, imitate
 from coec.models.dense import Dense
 
@@ -154,7 +154,7 @@ class Head:
             windows: token ids.
         """
         sums = Prediction()
-        size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
+        size = tokens_per_pass(self._model.config.vocab_size)
         # No token sees another here: any run of them can be taken.
         runs = [_tokens(states[..., :-1, :]).split(size, dim=-2) for states in (state, dense)]
         next_tokens = windows[:, 1:].flatten().split(size)
@@ -172,11 +172,11 @@ class Head:
         The logits of one run of tokens are in memory at a time: their derivatives are taken with
         them, and attached to the sum.
         """
-        size = max(1, LOGITS_PER_PASS // self._model.config.vocab_size)
+        size = tokens_per_pass(self._model.config.vocab_size)
         runs = [_tokens(states).split(size, dim=-2) for states in (state, dense)]
         total, gradients = torch.zeros((), device=self._device), list[Tensor]()
         for run, dense_run in zip(*runs, strict=True):
-            # Dense states → log q, q; pruned states → logits → log p → KL(q ‖ p)
+            # Pruned states → logits → log p; dense states → log q, q → KL(q ‖ p)
             inputs = run.detach().to(self._device, self._dtype)
             inputs.requires_grad_(state.requires_grad)
             with torch.set_grad_enabled(state.requires_grad):
