@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.checkpoint.report import calibration_digest
@@ -25,7 +24,7 @@ from coec.models.files import JsonDict
 from coec.models.folder import find_model
 from coec.progress import showing
 from coec.streams.answers import Prompts, Writer, unkept
-from coec.streams.head import Prediction
+from coec.streams.head import Prediction, log_probabilities
 from coec.streams.self_text import continued
 from coec.text.tokens import (
     Extent,
@@ -329,8 +328,8 @@ def _needs_start(network: PreTrainedModel, ids: Int[Tensor, "n length"], start: 
     # log p of the same tokens, after the start and without it → the mean gain
     begun = ids[:_MEASURED_WINDOWS, :_MEASURED_LENGTH].to(network.device)
     text = begun[:, start:]
-    with_start = _logarithms(_logits(network, begun))[:, start:]
-    without = _logarithms(_logits(network, text))
+    with_start = log_probabilities(_logits(network, begun))[:, start:]
+    without = log_probabilities(_logits(network, text))
     gain = (with_start - without).gather(-1, text[:, 1:, None]).mean()
     return float(gain) > _NEEDED
 
@@ -348,12 +347,12 @@ def _predict(
     networks = [network for network in (model, baseline) if network is not None]
     prediction = Prediction()
     for first in range(0, len(windows), batch):
-        # Logits of a batch → log p and log q of some tokens at a time, in little memory
+        # Logits of a batch → probabilities of some tokens at a time, in little memory
         ids = windows[first : first + batch].to(model.device)
         logits = [_logits(network, ids).flatten(0, 1).split(tokens) for network in networks]
-        for following, *parts in zip(ids[:, 1:].flatten().split(tokens), *logits, strict=True):
-            log_p, *log_q = map(_logarithms, parts)
-            prediction.update(log_p, following, *log_q)
+        next_tokens = ids[:, 1:].flatten().split(tokens)
+        for following, ours, *theirs in zip(next_tokens, *logits, strict=True):
+            prediction.update(ours, following, *theirs)
         if progress:
             progress("evaluating", min(first + batch, len(windows)), len(windows))
     return prediction
@@ -369,13 +368,6 @@ def _logits(
         )
     logits: Tensor = outputs.logits[:, :-1]
     return logits
-
-
-def _logarithms(logits: Float[Tensor, "*tokens v"]) -> Float[Tensor, "*tokens v"]:
-    """Return log probabilities in float32 or wider."""
-    # Logarithms of sums over the vocabulary need more digits than narrow logits have.
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return F.log_softmax(logits.to(wide), dim=-1)
 
 
 def _exp(cross_entropy: float, model: str) -> float:

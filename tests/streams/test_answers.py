@@ -255,6 +255,16 @@ def test_too_few_answers_are_refused_with_a_way_out(dense, prompts, tmp_path):
         coec.prune(dense, tmp_path / "out", **few)
 
 
+def test_the_command_that_got_too_few_answers_is_not_offered_again(run, dense, prompts, tmp_path):
+    sizes = ("--samples", 400, "--seq-len", 32, "--answer-tokens", 20)
+    command = ("prune", dense, tmp_path / "out", "--sparsity", 0.3, "--calibration", prompts)
+    status, _, err = run(*command, *sizes)
+    assert status == 1
+    *_, kept, last = err.splitlines()
+    assert "is kept in" in kept
+    assert "--restart" in last
+
+
 @pytest.mark.parametrize(
     ("settings", "match"),
     [

@@ -31,18 +31,20 @@ class Prediction:
 
     def update(
         self,
-        log_p: Float[Tensor, "*tokens v"],
+        logits: Float[Tensor, "*tokens v"],
         next_tokens: Int[Tensor, "*tokens"],
         baseline: Float[Tensor, "*tokens v"] | None = None,
     ) -> None:
-        """Add a batch; `baseline` is the other model's, given in every batch or in none."""
+        """Add a batch; `baseline` has the other model's logits, given in every batch or in none."""
+        log_p = log_probabilities(logits)
         self.tokens += next_tokens.numel()
         self._entropy -= _picked(log_p, next_tokens)
         if baseline is not None:
-            self._baseline -= _picked(baseline, next_tokens)
-            divergences = F.kl_div(log_p, baseline, log_target=True, reduction="none")
+            log_q = log_probabilities(baseline)
+            self._baseline -= _picked(log_q, next_tokens)
+            divergences = F.kl_div(log_p, log_q, log_target=True, reduction="none")
             self._divergence += float(divergences.sum(dim=-1).sum(dtype=torch.float64))
-            self._agreed += int((log_p.argmax(dim=-1) == baseline.argmax(dim=-1)).sum())
+            self._agreed += int((log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).sum())
 
     def merge(self, sums: "Prediction") -> None:
         """Add the sums of another."""
@@ -159,9 +161,7 @@ class Head:
         runs = [_tokens(states[..., :-1, :]).split(size, dim=-2) for states in (state, dense)]
         next_tokens = windows[:, 1:].flatten().split(size)
         for run, dense_run, ids in zip(*runs, next_tokens, strict=True):
-            log_p = self._logits(run).log_softmax(dim=-1)
-            baseline = self._logits(dense_run).log_softmax(dim=-1)
-            sums.update(log_p, ids.to(self._device), baseline)
+            sums.update(self._logits(run), ids.to(self._device), self._logits(dense_run))
         return sums
 
     def divergence(
@@ -182,8 +182,8 @@ class Head:
             with torch.set_grad_enabled(state.requires_grad):
                 logits = self._logits(inputs)
             with torch.no_grad():
-                log_p = logits.log_softmax(dim=-1)
-                log_q = self._logits(dense_run).log_softmax(dim=-1)
+                log_p = log_probabilities(logits)
+                log_q = log_probabilities(self._logits(dense_run))
                 q = log_q.exp()
                 total += log_q.sub_(log_p).mul_(q).sum()
                 if state.requires_grad:
@@ -197,12 +197,17 @@ class Head:
         return total + ((state - state.detach()) * by_state).sum()
 
     def _logits(self, state: Float[Tensor, "*_ tokens h"]) -> Float[Tensor, "tokens v"]:
-        """Return logits in float32 or wider."""
         self._given.state = state.unsqueeze(-3).to(self._device)
         if not self._tried:
             self._given.in_tuple, self._tried = self._takes_first(), True
-        logits = self._run()[0]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self._run()[0]
+
+
+def log_probabilities(logits: Float[Tensor, "*tokens v"]) -> Float[Tensor, "*tokens v"]:
+    """Return log probabilities in float32 or wider."""
+    # Logarithms of sums over the vocabulary need more digits than narrow logits have.
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.log_softmax(logits, dim=-1, dtype=wide)
 
 
 def _tokens(state: Float[Tensor, "*_ n length h"]) -> Float[Tensor, "*_ tokens h"]:
