@@ -2,7 +2,7 @@
 plain loops.
 
     python -m benchmarks.real_floor [--presets fast] [--blocks 2 6] [--windows 16] [--repeats 3]
-        [--steps 8]
+        [--steps 8] [--wide]
 
 The first blocks of SmolLM2-135M are pruned as in benchmarks.real, two numbers of them: the
 difference is what blocks take, without loading, text and writing. The floor is the operations of
@@ -10,9 +10,10 @@ all products, attention, eigenpairs and SVDs as they are run, by dtype, over the
 product in that dtype; elementwise work counts as nothing. Then the whole model's perplexity, by
 `coec.perplexity` and by a loop over `model(ids).logits`, in turns, loading and text included. Then
 the median step of a training, a window of 512 tokens, of the first blocks towards the dense ones:
-by `coec.recover` and by a loop over `loss.backward(); optimizer.step()`. Rows are in
-benchmarks/results/real_floor.json; `--presets` without a name, `--windows 0` and `--steps 0` leave
-out a part, and its last results stay.
+by `coec.recover` and by a loop over `loss.backward(); optimizer.step()`. `--wide` prunes random
+blocks of 896 × 4,864, as a model of half a billion parameters has them, on 48 windows of 512 random
+tokens in float32. Rows are in benchmarks/results/real_floor.json; `--presets` without a name,
+`--windows 0` and `--steps 0` leave out a part, and its last results stay.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import coec
 from benchmarks import record
@@ -36,6 +37,10 @@ from benchmarks.real_model import first_blocks, folder
 SIZE = SIZES["cpu"]
 SAME = 1e-3
 """Relative difference of perplexities that bfloat16 leaves."""
+_WIDE: dict[str, Any] = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": SIZE.seq_len,
+}  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -49,14 +54,18 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of a training, 8 at least; 0: none")
+    parser.add_argument("--wide", action="store_true", help="blocks of 4,864 channels as well")
     chosen = parser.parse_args(arguments)
     print(f"{record.header()}\n", flush=True)
     rates = {dtype: record.matmul_rate(dtype) for dtype in DTYPES}
     rows: list[dict[str, Any]] = []
-    for preset in chosen.presets:
-        few, more = (pruned(preset, count, rates) for count in chosen.blocks)
+    for preset, wide in itertools.product(
+        chosen.presets, (False, True) if chosen.wide else (False,)
+    ):
+        few, more = (pruned(preset, count, rates, wide=wide) for count in chosen.blocks)
         between = chosen.blocks[1] - chosen.blocks[0]
-        rows.append({"preset": preset} | {name: (more[name] - few[name]) / between for name in few})
+        row = {name: (more[name] - few[name]) / between for name in few}
+        rows.append({"preset": f"{preset}, 4,864 channels" if wide else preset, **row})
     evaluated = speeds(chosen.windows, chosen.repeats) if chosen.windows else None
     trained = training_steps(chosen.blocks[1], chosen.steps) if chosen.steps else None
     named = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()}
@@ -82,24 +91,33 @@ def main(arguments: list[str] | None = None) -> None:
         )
 
 
-def pruned(preset: Any, count: int, rates: dict[torch.dtype, float]) -> dict[str, float]:
-    """Return seconds, operations and their floor of pruning the first blocks."""
-    model = first_blocks(count)
-
-    def prune(out: Path) -> None:
-        coec.prune(
-            model, out, preset=preset, sparsity=0.3, forward_dtype="bfloat16", samples=SIZE.samples,
-            calibration=str(SHARED / "data/wikitext-2/valid.raw.txt"), seq_len=SIZE.seq_len,
-        )  # fmt: skip
-
-    counter = Counter(rates)
+def pruned(
+    preset: Any, count: int, rates: dict[torch.dtype, float], *, wide: bool = False
+) -> dict[str, float]:
+    """Return seconds, operations and their floor of pruning the first blocks, or `wide` ones."""
     with tempfile.TemporaryDirectory() as work:
-        began = record.clock()
-        prune(Path(work) / "timed")
+        settings: dict[str, Any] = {"preset": preset, "sparsity": 0.3, "seq_len": SIZE.seq_len}
+        if wide:
+            model = random_blocks(count, Path(work) / "dense")
+            ids = torch.randint(_WIDE["vocab_size"], (48, SIZE.seq_len))
+            settings |= {"samples": 48, "calibration": ids, "forward_dtype": "float32"}
+        else:
+            model, text = first_blocks(count), SHARED / "data/wikitext-2/valid.raw.txt"
+            settings |= {"samples": SIZE.samples, "calibration": str(text)}
+            settings |= {"forward_dtype": "bfloat16"}
+        counter, began = Counter(rates), record.clock()
+        coec.prune(model, Path(work) / "timed", **settings)
         seconds = record.clock() - began
         with counter:
-            prune(Path(work) / "counted")
+            coec.prune(model, Path(work) / "counted", **settings)
     return {"seconds": seconds, "operations": counter.operations, "floor": counter.floor}
+
+
+def random_blocks(count: int, folder: Path) -> Path:
+    """Write a model of random blocks of 896 × 4,864, and return its folder."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=count, **_WIDE)).save_pretrained(folder)
+    return folder
 
 
 def speeds(windows: int, repeats: int) -> dict[str, Any]:
