@@ -1,5 +1,6 @@
 """Dtypes follow what a device does well; free memory is known, and freed memory handed back."""
 
+import math
 import sys
 
 import pytest
@@ -169,3 +170,16 @@ def test_other_rows_are_multiplied_in_the_wider_dtype(tensor_cores, a, x, out):
 def test_no_processor_widens_products():
     assert not devices.widens(torch.device("cpu"), torch.bfloat16)
     assert not devices.widens(torch.device("cuda"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4)])
+def test_one_entry_that_is_not_finite_is_found(dtype, value, shape):
+    tensor = torch.ones(shape, dtype=dtype)
+    tensor.view(-1)[-1] = value
+    assert devices.is_finite(tensor) == math.isfinite(value)
+
+
+def test_a_tensor_without_entries_is_finite():
+    assert devices.is_finite(torch.empty(0, 3))

@@ -237,6 +237,13 @@ def _malloc_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all entries are finite. Extremes propagate NaN; a tensor of flags would take
+    ten times as long.
+    """
+    return tensor.numel() == 0 or bool(torch.stack(tensor.aminmax()).isfinite().all())
+
+
 def summed_products(a: Float[Tensor, "n m"], x: Float[Tensor, "n d"]) -> Float[Tensor, "m d"]:
     """`aᵀ x` with the products of all digits and sums in float32; in float64 where one has that.
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coec.devices import summed_products, widens
+from coec.devices import is_finite, summed_products, widens
 from coec.errors import NumericalError, OptionError
 
 _TILE, _MIRRORED = 1024, 4096
@@ -121,14 +121,15 @@ class Gram:
 
     def check_finite(self) -> None:
         """Raises NumericalError naming the first channel whose statistics are NaN or infinite."""
-        finite = torch.isfinite(self.xx).all(dim=1) & torch.isfinite(self.x)
-        bad = ~(finite & torch.isfinite(self.x if self.centred is None else self.centred))
-        if bad.any():
-            raise NumericalError(
-                f"calibration statistics hold NaN or Inf in {int(bad.sum())} of {len(bad)} "
-                f"channels (first: {int(bad.nonzero()[0])}): the dense model overflows on the "
-                "calibration text; run it in float32 or bfloat16 (forward_dtype=NAME)"
-            )
+        centred = self.x if self.centred is None else self.centred
+        if is_finite(self.xx) and is_finite(self.x) and is_finite(centred):
+            return
+        bad = ~(self.xx.isfinite().all(dim=1) & self.x.isfinite() & centred.isfinite())
+        raise NumericalError(
+            f"calibration statistics hold NaN or Inf in {int(bad.sum())} of {len(bad)} "
+            f"channels (first: {int(bad.nonzero()[0])}): the dense model overflows on the "
+            "calibration text; run it in float32 or bfloat16 (forward_dtype=NAME)"
+        )
 
 
 class GramSum:

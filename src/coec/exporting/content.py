@@ -17,6 +17,7 @@ from gguf.quants import quantize
 from jaxtyping import Float
 from torch import Tensor
 
+from coec.devices import is_finite
 from coec.errors import ModelError
 from coec.events import Progress
 from coec.exporting import DEFAULT_DTYPES, GGUF_DTYPES
@@ -118,11 +119,11 @@ def interleaved(rows: Float[Tensor, "rows *columns"], heads: int) -> Float[Tenso
 
 def encoded(weight: Tensor, gguf_type: gguf.GGMLQuantizationType, name: str) -> np.ndarray:
     """Convert numbers to the dtype of the file; raises ModelError if they would not be finite."""
-    if _HALVES.get(weight.dtype) == gguf_type and torch.isfinite(weight).all():
+    if _HALVES.get(weight.dtype) == gguf_type and is_finite(weight):
         return weight.contiguous().view(torch.uint8).numpy()  # as the weights are stored
     # Stored dtype → float32 → the file's type, whose range must hold it
     wide = weight.to(torch.float32)
-    if not torch.isfinite(wide).all():
+    if not is_finite(wide):
         raise ModelError(f"{name} holds NaN or Inf, or numbers beyond float32: it is damaged")
     # A block of q8_0 has its largest number over 127 in f16.
     limit = _LARGEST.get(gguf_type.name)

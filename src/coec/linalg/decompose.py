@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from coec.devices import is_finite
 from coec.errors import NumericalError
 from coec.events import record
 
@@ -89,7 +90,7 @@ def _limit(A: Tensor) -> float | None:
 def _first_success(
     routines: Sequence[tuple[str, Routine]], A: Tensor, time_limit: float | None
 ) -> tuple[Tensor, ...]:
-    if not _is_finite(A):
+    if not is_finite(A):
         raise NumericalError("a matrix to decompose holds NaN or Inf")
     failures: list[str] = []
     for name, routine in routines:
@@ -98,17 +99,12 @@ def _first_success(
         except (RuntimeError, TimeoutError, np.linalg.LinAlgError, NumericalError) as error:
             failures.append(f"{name} failed ({str(error).splitlines()[0]})")
             continue
-        if all(_is_finite(factor) for factor in factors):
+        if all(is_finite(factor) for factor in factors):
             if failures:
                 record(f"{'; '.join(failures)}; used {name} instead")
             return factors
         failures.append(f"{name} returned NaN or Inf")
     raise NumericalError(f"no decomposition of a {tuple(A.shape)} matrix: {'; '.join(failures)}")
-
-
-def _is_finite(A: Tensor) -> bool:
-    """Return whether all entries are finite; extremes propagate NaN, without a matrix of flags."""
-    return A.numel() == 0 or all(bool(torch.isfinite(value)) for value in A.aminmax())
 
 
 def _run_within(time_limit: float | None, routine: Routine, A: Tensor) -> tuple[Tensor, ...]:

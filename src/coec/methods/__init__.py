@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coec.devices import is_finite
 from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.spd import power_of_two, semidefinite
@@ -88,7 +89,7 @@ def compensate(
             result = SiteResult(problem.dense)
         else:
             result = _drawn_back(problem, method(problem, chosen), method)
-        if not torch.isfinite(result.weight).all():
+        if not is_finite(result.weight):
             raise NumericalError("the compensated weight holds NaN or Inf")
         # 𝓛 of the slice and of W̃, untempered, of the weights as they are written: a named method
         # that loses to the slice gives way to it; a user's own function is only reported.
@@ -124,7 +125,7 @@ def _rounded(
         return (tensor * unit).to(dtype).to(tensor) / unit
 
     W = rounded(result.weight, units[0])
-    if not torch.isfinite(W).all():
+    if not is_finite(W):
         return problem.dense, result
     bias = None if result.bias is None else rounded(result.bias, units[0] * units[1])
     return rounded(problem.dense, units[0]), SiteResult(W, bias)
@@ -163,7 +164,7 @@ def _check_finite(problem: SiteProblem) -> None:
     problem.gram.check_finite()
     tensors = {"weight": problem.dense, "value weight": problem.value, "target": problem.target}
     for name, tensor in tensors.items():
-        if tensor is not None and not torch.isfinite(tensor).all():
+        if tensor is not None and not is_finite(tensor):
             raise NumericalError(f"the {name} holds NaN or Inf")
 
 
@@ -173,7 +174,7 @@ def _in_units(result: SiteResult, units: tuple[float, float], dtype: torch.dtype
     bias = None if result.bias is None else (result.bias * weight_unit * input_unit).to(dtype)
     W = (result.weight * weight_unit).to(dtype)
     for name, tensor in {"bias": bias, "compensated weight": W}.items():
-        if tensor is not None and not torch.isfinite(tensor).all():
+        if tensor is not None and not is_finite(tensor):
             raise NumericalError(f"the {name} overflows: solve in float64")
     return replace(result, weight=W, bias=bias)
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coec.config.recipe import CoecOptions
+from coec.devices import is_finite
 from coec.errors import NumericalError
 from coec.events import record, recording
 from coec.linalg.spd import power_of_two
@@ -134,7 +135,7 @@ class _Site:
             record(str(error))
             return self._fallback()
         W = descended.state.frame.weight(self.target)
-        if not torch.isfinite(W).all():
+        if not is_finite(W):
             record("the descent ended at NaN or Inf")
             return self._fallback()
         return W, descended.summary(aligned=self.anchor is not None)
@@ -199,7 +200,7 @@ class _Site:
             origin = Origin.of(self.W_K, self.target, self.anchor)
             frame, objective = origin.rcpu(self.target)
             rotated = frame.weight(self.target)
-            if torch.isfinite(rotated).all() and objective <= origin.objective(self.target):
+            if is_finite(rotated) and objective <= origin.objective(self.target):
                 W, chosen = rotated, "rcpu"
         except NumericalError as error:
             record(f"rcpu abandoned: {error}")

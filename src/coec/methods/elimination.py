@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.cuda import CUDAGraph
 
+from coec.devices import is_finite
 from coec.errors import NumericalError, OptionError
 from coec.linalg.spd import channel_scale, power_of_two, regularized_inverse
 from coec.types import Gram
@@ -103,7 +104,7 @@ def removal_path(
     Raises:
         NumericalError: the weight is not finite.
     """
-    if not torch.isfinite(weight).all():
+    if not is_finite(weight):
         raise NumericalError("the weight holds NaN or Inf")
     if keep == units:
         return []

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from coec.devices import is_finite
 from coec.errors import ModelError, first_line
 from coec.models import multimodal
 from coec.models.calls import compute_buffers, decoder_of
@@ -363,7 +364,7 @@ def _hashed(tensor: Tensor, shape: tuple[int, ...]) -> str:
 
 
 def _finite(tensor: Tensor, name: str, file: str) -> Tensor:
-    if not torch.isfinite(tensor).all():
+    if not is_finite(tensor):
         raise ModelError(f"{name} in '{file}' holds NaN or Inf: the checkpoint is damaged")
     return tensor
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from coec.devices import is_finite
 from coec.errors import NumericalError
 from coec.models.architectures import WIDE
 from coec.models.layout import BlockLayout, Rows, Site
@@ -141,7 +142,7 @@ def _kept_rows(count: int, owned: list[tuple[Rows, KeptSet]]) -> Int[Tensor, " k
 def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Cast a new weight for writing; raises NumericalError if it does not fit the dtype."""
     written = tensor.to(dtype).cpu().contiguous()
-    if not torch.isfinite(written).all():
+    if not is_finite(written):
         if torch.isnan(tensor).any():
             raise NumericalError(f"the new weight of {name} holds NaN")
         raise NumericalError(
