@@ -56,7 +56,7 @@ def _run() -> None:
             message = spelled(str(error))
         if message is not None:
             _say(message)
-            _say_what_is_kept(error, useful=not isinstance(error, CalibrationError))
+            _say_what_is_kept(error, repeatable=not isinstance(error, CalibrationError))
             sys.exit(1)
         sys.stdout.flush()  # while a failure can still be told
         raise
@@ -95,14 +95,14 @@ def _say_ended(error: BaseException) -> None:
     _say_what_is_kept(error)
 
 
-def _say_what_is_kept(error: BaseException, *, useful: bool = True) -> None:
+def _say_what_is_kept(error: BaseException, *, repeatable: bool = True) -> None:
     """Print what is kept of the run, and the command that resumes it or, if it would only fail
     again, the option that begins anew.
     """
     kept = _kept(error)
     for note in kept:
         _say(note)
-    if kept and useful:
+    if kept and repeatable:
         again = [word for word in sys.argv[1:] if word != "--restart"]
         _say(f"to go on: {shlex.join(['coec', *again])}")
     elif kept:
