@@ -8,13 +8,14 @@ windows of 512 of test, and of TinyStories' test, a text of another kind. `gpu`:
 1,024, and the first 900,000 characters of both. The texts lie in ../shared/data, the model comes
 from benchmarks.real_model. Forward passes run in the model's bfloat16. `--equal` makes the rows of
 README: forward passes in float32, which is nine times faster on a CPU that has no products of
-bfloat16, and in every row the number of channels that the presets keep, a multiple of 64. Rows
-are in benchmarks/results/real.json, made where they are missing (`--again`: anew);
-with `--minutes` none is begun or goes on after so many. A row is a process of its own: pruning by
-this package, then the checkpoint in transformers, beside the dense model's states, which are kept.
-Seconds are of the wall and of the CPU, of pruning with loading, checks, text and writing, without
-Python's start. `--first 8` is the quick proxy: the model's first eight blocks alone, and the error
-of the hidden states behind them on the test windows, mean of ‖h − h̃‖² / ‖h‖² over tokens.
+bfloat16, and in every row the number of channels that the presets keep, a multiple of 64, and all
+of the attention. Rows are in benchmarks/results/real.json, made where they are missing (`--again`:
+anew); with `--minutes` none is begun or goes on after so many. A row is a process of its own:
+pruning by this package, then the checkpoint in transformers, beside the dense model's states, which
+are kept. Seconds are of the wall and of the CPU, of pruning with loading, checks, text and writing,
+without Python's start. `--first 8` is the quick proxy: the model's first eight blocks alone, and
+the error of the hidden states behind them on the test windows, mean of ‖h − h̃‖² / ‖h‖² over
+tokens.
 """
 
 import argparse
@@ -69,7 +70,9 @@ SIZES = {
     "gpu": Size(128, 1024, characters=900_000),
     "rehearsal": Size(8, 128, windows=4),
 }
-EQUAL = {"forward_dtype": "float32", "multiple_of": "auto"}
+EQUAL = {"forward_dtype": "float32", "multiple_of": "auto", "attention_sparsity": 0.0}
+WIDTHS = ("multiple_of", "attention_sparsity")
+"""Settings that OSSCAR's widths follow too."""
 ONE_SHOT = {"preset": "paper", "multiple_of": 1}
 ROWS: dict[str, dict[str, Any]] = {
     "fast": {"preset": "fast"},
@@ -276,7 +279,8 @@ def _pruned(case: dict[str, Any], out: Path) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     began, spent = time.perf_counter(), time.process_time()
     if case["row"] == "OSSCAR":
-        windows["multiple_of"] = case["settings"].get("multiple_of", 1)
+        widths = ONE_SHOT | case["settings"]
+        windows |= {name: widths[name] for name in WIDTHS if name in widths}
         numbers["removed"] = osscar.prune(model, out, case["sparsity"], **windows)
     else:
         settings = windows | case["settings"] | {"sparsity": case["sparsity"]}

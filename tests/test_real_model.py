@@ -158,14 +158,14 @@ def test_a_table_has_ratios_over_the_baseline() -> None:
 
 
 def test_documents_show_the_rows_that_are_kept() -> None:
-    for name, blocks in real_documents.documents(real_documents.kept()).items():
+    for name, blocks in real_documents.documents().items():
         text = (record.ROOT / name).read_text(encoding="utf-8")
         for mark, content in blocks.items():
             assert real_documents.replaced(text, mark, content) == text, (name, mark)
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    rows = real_documents.equal(real_documents.kept())
+    rows = real_documents.equal()
     real_documents.draw(rows, tmp_path / "real.png")
     assert (tmp_path / "real.png").read_bytes()[1:4] == b"PNG"
 
