@@ -26,8 +26,8 @@ README = (
     ("closed forms, widths by block", "`--preset fast --by-block`", "fast, by block"),
     ("blocks trained, widths by block", "`--by-block`", "balanced, by block"),
     (
-        "closed forms by block, then `coec recover` on 100,000 tokens",
-        "`--preset fast --by-block`", "fast, by block, recover 100k",
+        "blocks trained by block, then `coec recover` on 100,000 tokens", "`--by-block`",
+        "balanced, by block, recover 100k",
     ),
 )  # fmt: skip
 """A method in words, the flags that make it, and the name of its row."""
@@ -222,7 +222,7 @@ def _perplexity(row: Mapping[str, Any] | None) -> str:
 BARS = {
     DENSE: "dense", "none": "Wanda-sp, no compensation", "FLAP": "FLAP", "paper": "COEC",
     "balanced": "coec's default", "balanced, by block": "default, widths by block",
-    "fast, by block, recover 100k": "widths by block, 100,000 tokens of training",
+    "balanced, by block, recover 100k": "widths by block, 100,000 tokens of training",
 }  # fmt: skip
 """Rows of the picture, and their names there."""
 
