@@ -105,7 +105,7 @@ def documents() -> dict[str, dict[str, str]]:
     blocks = {
         "real": every, "real main": main_table(rows), "real ablation": ablation(rows),
         "real gpu": tables(measured, "gpu").strip(), "real text": by_text(measured),
-        "real units": by_units(measured),
+        "real equal": by_size(equal()), "real units": by_units(measured),
     }  # fmt: skip
     return {
         "README.md": {"real": readme(equal(), equal(seed=1))}, "docs/lab/RESULTS.md": blocks,
@@ -139,6 +139,21 @@ def readme(rows: Rows, again: Rows) -> str:
         lines.append([method, flags, *cells])
     heads = ["", "", "removed", "perplexity", "KL", "KL on stories", "minutes"]
     return record.table(heads, lines)
+
+
+def by_size(rows: Rows) -> str:
+    """Return the KL on both texts of every method, by the share of parameters removed."""
+    sizes = {s: rows["none", s]["removed"] for s in (0.1, 0.2, 0.3, 0.5) if ("none", s) in rows}
+    lines = []
+    for method, _, name in README[1:]:
+        cells = []
+        for sparsity, removed in sizes.items():
+            row = rows.get((name, sparsity), {})
+            same = abs(row.get("removed", 0.0) - removed) < 1e-3
+            cells.append(f"{row['kl']:.3f} / {row['stories_kl']:.3f}" if same else "–")
+        if name not in TRAININGS:
+            lines.append([method, *cells])
+    return record.table(["", *(f"{100 * removed:.1f} %" for removed in sizes.values())], lines)
 
 
 def main_table(rows: Rows) -> str:
