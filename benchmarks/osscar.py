@@ -28,17 +28,17 @@ _BATCH = 8
 """Windows that are run at once."""
 
 
-def prune(model: Path, out: Path, sparsity: float, **windows: Any) -> float:
+def prune(model: Path, out: Path, **settings: Any) -> float:
     """Prune a Llama and save it; return the share of its parameters that was removed.
 
-    `windows` are settings of `coec.prune`'s calibration and widths.
+    `settings` are those of `coec.prune` that decide about windows and widths.
     """
     code = _code()
-    plan = coec.plan(model, preset="paper", sparsity=sparsity, **windows)
+    plan = coec.plan(model, **settings)
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     config, before = network.config, network.num_parameters()
     groups, channels = plan.pruned.kv_heads, plan.pruned.ffn
-    states = network.model.embed_tokens(_windows(model, windows)).detach()
+    states = network.model.embed_tokens(_windows(model, settings)).detach()
     positions = torch.arange(states.shape[1])[None]
     rotary = network.model.rotary_emb(states, positions)
     for layer in network.model.layers:
@@ -86,13 +86,13 @@ def _code() -> Any:
     return module
 
 
-def _windows(model: Path, windows: Any) -> Tensor:
+def _windows(model: Path, settings: Any) -> Tensor:
     """Draw the calibration windows that `coec.prune` would."""
     from coec.config.recipe import Recipe
     from coec.models.dense import Dense
     from coec.streams.windows import CalibrationText
 
-    recipe = Recipe(preset="paper", **windows)
+    recipe = Recipe(**settings)
     (drawn,) = CalibrationText.read(Dense.open(model), recipe, None).drawn[0]
     assert drawn is not None
     return drawn.ids

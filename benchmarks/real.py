@@ -71,8 +71,6 @@ SIZES = {
     "rehearsal": Size(8, 128, windows=4),
 }
 EQUAL = {"forward_dtype": "float32", "multiple_of": "auto", "attention_sparsity": 0.0}
-WIDTHS = ("multiple_of", "attention_sparsity")
-"""Settings that OSSCAR's widths follow too."""
 ONE_SHOT = {"preset": "paper", "multiple_of": 1}
 ROWS: dict[str, dict[str, Any]] = {
     "fast": {"preset": "fast"},
@@ -83,9 +81,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "none": {**ONE_SHOT, "selection": "wanda-sp", "compensation": "none"},
     "FLAP": {**ONE_SHOT, "selection": "flap", "compensation": "bias"},
     "RCPU": {**ONE_SHOT, "selection": "rcpu", "compensation": "rcpu"},
-    "OSSCAR": {},
+    "OSSCAR": ONE_SHOT,
 }
-"""Settings by row; `none` keeps the units of Wanda-sp, OSSCAR is its authors' own code."""
+"""Settings by row; `none` keeps the units of Wanda-sp, OSSCAR is its authors' own code, which takes
+windows and widths from them."""
 USUAL = tuple(ROWS)
 """Rows that are made where none is named."""
 _COEC = {**ONE_SHOT, "compensation": "coec"}
@@ -278,12 +277,10 @@ def _pruned(case: dict[str, Any], out: Path) -> dict[str, Any]:
     }  # fmt: skip
     numbers: dict[str, Any] = {}
     began, spent = time.perf_counter(), time.process_time()
+    settings = windows | case["settings"] | {"sparsity": case["sparsity"]}
     if case["row"] == "OSSCAR":
-        widths = ONE_SHOT | case["settings"]
-        windows |= {name: widths[name] for name in WIDTHS if name in widths}
-        numbers["removed"] = osscar.prune(model, out, case["sparsity"], **windows)
+        numbers["removed"] = osscar.prune(model, out, **settings)
     else:
-        settings = windows | case["settings"] | {"sparsity": case["sparsity"]}
         if settings["calibration"] == "train":
             settings["calibration"] = str(_train_text(texts, out.parent))
         report = coec.prune(model, out, progress=_progress, **settings)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.real import ABLATION, DENSE, EQUAL, TRAININGS, key_of, tables
+from benchmarks.real import ABLATION, DENSE, EQUAL, TRAININGS, USUAL, key_of, tables
 
 README = (
     ("the dense model", "", DENSE),
@@ -26,7 +26,7 @@ README = (
     ("closed forms, widths by block", "`--preset fast --by-block`", "fast, by block"),
     ("blocks trained, widths by block", "`--by-block`", "balanced, by block"),
     (
-        "blocks trained by block, then `coec recover` on 100,000 tokens", "`--by-block`",
+        "blocks trained, widths by block, then `coec recover` on 100,000 tokens", "`--by-block`",
         "balanced, by block, recover 100k",
     ),
 )  # fmt: skip
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def kept(settings: dict[str, Any] | None = None, seed: int = 0) -> Rows:
-    """Return the rows of the CPU table under these settings, by name and sparsity."""
+    """Return the rows of the CPU table under these settings and a seed, by name and sparsity."""
     return {
         (row["row"], row["sparsity"]): row
         for row in record.load("real").get("rows", [])
@@ -145,14 +145,13 @@ def by_size(rows: Rows) -> str:
     """Return the KL on both texts of every method, by the share of parameters removed."""
     sizes = {s: rows["none", s]["removed"] for s in (0.1, 0.2, 0.3, 0.5) if ("none", s) in rows}
     lines = []
-    for method, _, name in README[1:]:
+    for method, name in ((method, name) for method, _, name in README if name in USUAL):
         cells = []
         for sparsity, removed in sizes.items():
             row = rows.get((name, sparsity), {})
             same = abs(row.get("removed", 0.0) - removed) < 1e-3
             cells.append(f"{row['kl']:.3f} / {row['stories_kl']:.3f}" if same else "–")
-        if name not in TRAININGS:
-            lines.append([method, *cells])
+        lines.append([method, *cells])
     return record.table(["", *(f"{100 * removed:.1f} %" for removed in sizes.values())], lines)
 
 
