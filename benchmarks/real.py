@@ -454,45 +454,41 @@ def tables(rows: list[dict[str, Any]], size: str) -> str:
             stories = f", of stories {row['stories_perplexity']:.2f}" if "stories_kl" in row else ""
             parts += [f"Dense: perplexity {row['perplexity']:.2f}{stories}.", ""]
     for sparsity in sorted({row["sparsity"] for row in of_size} - {0.0}):
-        lines = []
-        for name in ROWS:
-            own = [r for r in of_size if (r["row"], r["sparsity"]) == (name, sparsity)]
-            base = [r for r in of_size if (r["row"], r["sparsity"]) == (BASELINE, sparsity)]
-            if own:
-                lines.append([name, *_cells(own, {r["seed"]: r for r in base}, clock)])
-        seconds = f"{clock.replace('cpu', 'CPU')} s"
-        header = [
-            "",
-            "removed",
-            "perplexity",
-            "KL",
-            f"KL over `{BASELINE}`",
-            seconds,
-            f"over `{BASELINE}`",
-        ]
-        header += ["stories: perplexity", "KL"]
-        parts += [f"{100 * sparsity:.0f} %:", "", record.table(header, lines), ""]
+        at = [row for row in of_size if row["sparsity"] == sparsity]
+        base = {row["seed"]: row for row in at if row["row"] == BASELINE}
+        own = {name: [row for row in at if row["row"] == name] for name in ROWS}
+        lines = [{"": name, **_cells(own[name], base, clock)} for name in ROWS if own[name]]
+        table = record.table(list(lines[0]), [list(line.values()) for line in lines])
+        parts += [f"{100 * sparsity:.0f} %:", "", table, ""]
     return "\n".join(parts)
 
 
-def _cells(own: list[dict[str, Any]], base: dict[int, dict[str, Any]], clock: str) -> list[str]:
+def _cells(
+    own: list[dict[str, Any]], base: dict[int, dict[str, Any]], clock: str
+) -> dict[str, str]:
+    """Return the cells of a row by their heads; ratios only if the baseline was measured."""
     perplexity, kl, spent = (sum(r[v] for r in own) / len(own) for v in ("perplexity", "kl", clock))
     both = [r for r in own if r["seed"] in base]
-    ratios = [
-        f"{sum(r[v] / base[r['seed']][v] for r in both) / len(both):.2f}" if both else "–"
+    ratios = {
+        v: f"{sum(r[v] / base[r['seed']][v] for r in both) / len(both):.2f}" if both else "–"
         for v in ("kl", clock)
-    ]
+    }
     spread = max(r["kl"] for r in own) - min(r["kl"] for r in own)
     sizes = {f"{100 * r['removed']:.1f} %" for r in own if "removed" in r}
-    cells = [
-        " to ".join(sorted(sizes)) or "–", f"{perplexity:.2f}",
-        f"{kl:.3f}" + (f" (±{spread / 2:.3f})" if len(own) > 1 else ""),
-        ratios[0], f"{spent:.0f}", ratios[1],
-    ]  # fmt: skip
+    cells = {
+        "removed": " to ".join(sorted(sizes)) or "–", "perplexity": f"{perplexity:.2f}",
+        "KL": f"{kl:.3f}" + (f" (±{spread / 2:.3f})" if len(own) > 1 else ""),
+        f"KL over `{BASELINE}`": ratios["kl"],
+        f"{clock.replace('cpu', 'CPU')} s": f"{spent:.0f}", f"over `{BASELINE}`": ratios[clock],
+    }  # fmt: skip
+    if not base:
+        cells = {head: cell for head, cell in cells.items() if BASELINE not in head}
     second = [r for r in own if "stories_kl" in r]
-    for name, digits in (("stories_perplexity", 2), ("stories_kl", 3)):
+    for head, name, digits in (
+        ("stories: perplexity", "stories_perplexity", 2), ("stories: KL", "stories_kl", 3),
+    ):  # fmt: skip
         values = [r[name] for r in second]
-        cells.append(f"{sum(values) / len(values):.{digits}f}" if values else "–")
+        cells[head] = f"{sum(values) / len(values):.{digits}f}" if values else "–"
     return cells
 
 

@@ -3,10 +3,10 @@
     python -m benchmarks.vocabulary [--rows "32,768 tokens"] [--shared ../shared]
 
 Tokens are counted in WikiText-2 valid and TinyStories train, 2 MB; 64 windows of 512 tokens of
-WikiText-2 valid calibrate channels, with the preset `fast`. Nats per character are measured in
-float32 on ten evenly spaced excerpts of WikiText-2 test and of TinyStories test, 40,000 characters
-each, in windows of 512 tokens of each model's own. Rows are kept in
-benchmarks/results/vocabulary.json.
+WikiText-2 valid calibrate channels, with the preset `fast` unless the row names another. Nats per
+character are measured in float32 on ten evenly spaced excerpts of WikiText-2 test and of
+TinyStories test, 40,000 characters each, in windows of 512 tokens of each model's own. Rows are
+kept in benchmarks/results/vocabulary.json.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from benchmarks.instances import SHARED
 from benchmarks.real_model import CACHE, folder
 
 DENSE = "dense"
+BY_BLOCK: dict[str, Any] = {"budget": 0.827, "by_block": True}
 ROWS: dict[str, dict[str, Any]] = {
     DENSE: {},
     "32,768 tokens": {"sparsity": 0.0, "vocabulary": 32768},
@@ -29,6 +30,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "24,576 tokens and channels, budget 0.827": {"budget": 0.827, "vocabulary": 24576},
     "channels, budget 0.889": {"budget": 0.889},
     "channels, budget 0.827": {"budget": 0.827},
+    "24,576 tokens and channels by block, budget 0.827": BY_BLOCK | {"vocabulary": 24576},
+    "channels by block, budget 0.827": BY_BLOCK,
+    "24,576 tokens and channels by block, balanced, budget 0.827": BY_BLOCK
+    | {"vocabulary": 24576, "preset": "balanced"},
 }
 JUDGES = {"WikiText-2": "wikitext-2/test.raw.txt", "stories": "tinystories/test.txt"}
 COUNTED = "wikitext-2/valid.raw.txt", "tinystories/train.txt"
@@ -64,8 +69,9 @@ def measured(settings: dict[str, Any], data: Path) -> dict[str, Any]:
             counted = ",".join(str(data / name) for name in COUNTED)
             cut = {"vocabulary_text": counted} if "vocabulary" in settings else {}
             coec.prune(
-                model, out := Path(work) / "model", preset="fast", samples=64, seq_len=512,
-                calibration=str(data / COUNTED[0]), forward_dtype="float32", **settings | cut,
+                model, out := Path(work) / "model", samples=64, seq_len=512,
+                calibration=str(data / COUNTED[0]), forward_dtype="float32",
+                **{"preset": "fast"} | settings | cut,
             )  # fmt: skip
             model = out
         numbers: dict[str, Any] = {}
