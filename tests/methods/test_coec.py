@@ -81,6 +81,17 @@ def test_two_sides_are_better_than_either_and_than_rcpu():
     assert errors["two-sided"] < errors["rcpu"] < errors["none"]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_right_rotation_alone_is_not_bound_by_a_left_one(seed):
+    """Of more outputs than inputs RCPU, a left rotation, is far better."""
+    W, gram, kept = case(40, 24, 16, "white", seed)
+    result = coec.compensate(W, gram, kept, rotation="right", alpha=1.0)
+    rcpu = coec.compensate(W, gram, kept, method="rcpu")
+    assert not any("RCPU" in event for event in result.diagnostics["events"])
+    error = result.diagnostics["error_after"]
+    assert rcpu.diagnostics["error_after"] < error < result.diagnostics["error_before"]
+
+
 # safeguards
 
 

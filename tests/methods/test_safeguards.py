@@ -83,9 +83,12 @@ def test_the_weight_is_continuous_in_alpha(aligned):
     X, gram = few_tokens()
     W, kept = problems.weight(24, X.shape[1]), problems.kept(X.shape[1], 70)
     value = problems.weight(70, 12, 5) if aligned else None
-    one, other = (
-        descended(W, gram, kept, value, alpha=alpha, rounds=0) for alpha in (1.0, 1 - 1e-9)
-    )
+    with recording() as events:
+        one, other = (
+            descended(W, gram, kept, value, alpha=alpha, rounds=0, lambda_a=0.1)
+            for alpha in (1.0, 1 - 1e-9)
+        )
+    assert not events
     assert float((one.weight - other.weight).norm() / one.weight.norm()) < 1e-4
 
 

@@ -70,7 +70,7 @@ class JointProblem:
     """The right problem with the left factor eliminated: U is the best one for every R.
 
     `min_R min_U` of the right problem's objective: `⟨C, R⟩` becomes the nuclear norm
-    `‖Gyx Rᵀ diag(s)‖_*`, at `U = polar(Gyx Rᵀ diag(s))` (variable projection, METHODS §5.4.3).
+    `‖Gyx Rᵀ diag(s)‖_*`, at `U = polar(Gyx Rᵀ diag(s))` (variable projection, METHODS §5.4).
 
     Attributes:
         s: singular values; any after the first b_U, of a completed frame, are 0.

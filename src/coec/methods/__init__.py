@@ -5,7 +5,6 @@ else must be known of it, a `Method` declares. Add one by writing the function a
 `methods.py`; nothing else knows their names.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from coec.devices import is_finite
 from coec.errors import NumericalError
 from coec.events import record, recording
-from coec.linalg.spd import power_of_two, semidefinite
+from coec.linalg.spd import semidefinite
 from coec.methods.method import COMPENSATIONS, Method
 from coec.methods.objective import above, kept_columns, relative_errors
 from coec.types import Gram, KeptSet, SiteProblem, SiteResult
@@ -27,8 +26,6 @@ __all__ = ["COMPENSATIONS", "Method", "compensate", "relative_errors"]
 FEW = 8
 """Tokens for every kept column from which on a compensation is taken as it is
 (docs/lab/LOG.md)."""
-EXTREME = 0.2
-"""Numbers beyond this power of the largest of their dtype are measured in units of their own."""
 
 
 def compensate(
@@ -83,8 +80,8 @@ def compensate(
     problem = SiteProblem(weight, gram, kept, value_weight, target, solve_dtype)
     _check_finite(problem)
     with recording() as events:
-        # Inputs → float64, semidefinite Gram, moderate units → the method's W̃
-        problem, units = _moderate(_prepared(problem, method))
+        # Inputs → float64, semidefinite Gram → the method's W̃
+        problem = _prepared(problem, method)
         if problem.nothing_to_compensate:
             result = SiteResult(problem.dense)
         else:
@@ -93,7 +90,7 @@ def compensate(
             raise NumericalError("the compensated weight holds NaN or Inf")
         # 𝓛 of the slice and of W̃, untempered, of the weights as they are written: a named method
         # that loses to the slice gives way to it; a user's own function is only reported.
-        slice_, rounded = _rounded(problem, result, units, written)
+        slice_, rounded = _rounded(problem, result, written)
         before, after = relative_errors(slice_, problem.gram, kept, rounded, target=problem.weight)
         if above(after, before, problem.dense.dtype):
             rise = "the relative error lies above the slice's"
@@ -105,14 +102,11 @@ def compensate(
                 result, after = SiteResult(W, diagnostics=result.diagnostics), before
     errors = {"error_before": before, "error_after": after}
     diagnostics = {**errors, **result.diagnostics, "events": events}
-    return _in_units(replace(result, diagnostics=diagnostics), units, gram.xx.dtype)
+    return _cast(replace(result, diagnostics=diagnostics), gram.xx.dtype)
 
 
 def _rounded(
-    problem: SiteProblem,
-    result: SiteResult,
-    units: tuple[float, float],
-    dtype: torch.dtype | None,
+    problem: SiteProblem, result: SiteResult, dtype: torch.dtype | None
 ) -> tuple[Float[Tensor, "m d"], SiteResult]:
     """Return the dense weight and a result as they are in the dtype that is written.
 
@@ -121,14 +115,14 @@ def _rounded(
     if dtype is None:
         return problem.dense, result
 
-    def rounded(tensor: Tensor, unit: float) -> Tensor:
-        return (tensor * unit).to(dtype).to(tensor) / unit
+    def rounded(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype).to(tensor)
 
-    W = rounded(result.weight, units[0])
+    W = rounded(result.weight)
     if not is_finite(W):
         return problem.dense, result
-    bias = None if result.bias is None else rounded(result.bias, units[0] * units[1])
-    return rounded(problem.dense, units[0]), SiteResult(W, bias)
+    bias = None if result.bias is None else rounded(result.bias)
+    return rounded(problem.dense), SiteResult(W, bias)
 
 
 def _drawn_back(problem: SiteProblem, result: SiteResult, method: Method) -> SiteResult:
@@ -168,41 +162,11 @@ def _check_finite(problem: SiteProblem) -> None:
             raise NumericalError(f"the {name} holds NaN or Inf")
 
 
-def _in_units(result: SiteResult, units: tuple[float, float], dtype: torch.dtype) -> SiteResult:
-    """Return the result of a problem in moderate units in its original ones, in this dtype."""
-    weight_unit, input_unit = units
-    bias = None if result.bias is None else (result.bias * weight_unit * input_unit).to(dtype)
-    W = (result.weight * weight_unit).to(dtype)
+def _cast(result: SiteResult, dtype: torch.dtype) -> SiteResult:
+    """Return a result in this dtype; raises NumericalError if it does not fit."""
+    bias = None if result.bias is None else result.bias.to(dtype)
+    W = result.weight.to(dtype)
     for name, tensor in {"bias": bias, "compensated weight": W}.items():
         if tensor is not None and not is_finite(tensor):
             raise NumericalError(f"the {name} overflows: solve in float64")
     return replace(result, weight=W, bias=bias)
-
-
-def _moderate(problem: SiteProblem) -> tuple[SiteProblem, tuple[float, float]]:
-    """Return the problem in units in which no product over- or underflows, and the units.
-
-    Powers of two, so that nothing is rounded: one for weight and target, the larger of them, and
-    one for the inputs. Both are 1 unless sizes are extreme for the dtype: products of four factors
-    must stay in its range.
-    """
-    weight, target, gram = problem.dense, problem.target, problem.gram
-    limit = torch.finfo(weight.dtype).max ** EXTREME
-    weight_unit = power_of_two(torch.stack([*weight.aminmax(), *problem.weight.aminmax()]))
-    # G holds squares of inputs: the unit of the inputs is the root of that of G.
-    input_unit = 2.0 ** (math.frexp(power_of_two(gram.xx.diagonal()))[1] // 2)
-    # Moderate sizes keep unit 1, and then nothing is copied.
-    if 1 / limit < weight_unit < limit:
-        weight_unit = 1.0
-    else:
-        weight = weight / weight_unit
-        target = None if target is None else target / weight_unit
-    if 1 / limit < input_unit**2 < limit:
-        input_unit = 1.0
-    else:
-        area = input_unit**2
-        centred = None if gram.centred is None else gram.centred / area
-        # The largest token energies go: no compensation reads them.
-        xx, x = gram.xx / area, gram.x / input_unit
-        gram = replace(gram, xx=xx, x=x, centred=centred, largest=None)
-    return replace(problem, dense=weight, target=target, gram=gram), (weight_unit, input_unit)

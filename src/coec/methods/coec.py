@@ -47,9 +47,10 @@ def coec(
 
     Returns:
         The weight; diagnostics hold the error after every round, λ, iterations and the reasons
-        for stopping. If the descent ends above RCPU (one left rotation and one scale, under the
-        same objective) or above the slice, or is not finite, the better of these two is returned,
-        with an event. Another event says that the untempered error is above that of RCPU.
+        for stopping. If the descent ends above the slice, or above RCPU (one left rotation and one
+        scale, under the same objective; no bound of a right rotation alone), or is not finite, the
+        better of these two is returned, with an event. Another event says that the untempered
+        error is above that of RCPU.
 
     Raises:
         NumericalError: an input holds NaN or Inf.
@@ -73,7 +74,7 @@ def coec(
     del target, site
     # Tempering and alignment minimise something else than the untempered error.
     if options.alpha < 1 or anchor is not None:
-        W = _checked(W, problem)
+        W, summary = _checked(W, summary, problem)
     return SiteResult(W, diagnostics=summary)
 
 
@@ -184,9 +185,12 @@ class _Site:
         end = descended.objectives[-1]
         if not math.isfinite(end):
             raise NumericalError("the descent ended at NaN or Inf")
-        # A descent that ends above RCPU or the slice on its own objective has broken down.
-        dtype = self.W_K.dtype
-        for name, bound in {"RCPU": descended.rcpu, "the slice": descended.objectives[0]}.items():
+        # A descent that ends above the slice on its own objective has broken down, and so has one
+        # with left rotations that ends above RCPU, which is one left rotation and one scale.
+        dtype, bounds = self.W_K.dtype, {"the slice": descended.objectives[0]}
+        if self.descent.options.rotation != "right":
+            bounds |= {"RCPU": descended.rcpu}
+        for name, bound in bounds.items():
             if above(end, bound, dtype):
                 raise NumericalError(f"the descent ended above {name}")
         if end < -rounding(dtype):
@@ -208,8 +212,10 @@ class _Site:
         return W, {"reason": f"fell back to {chosen}"}
 
 
-def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m k"]:
-    """Return W, or RCPU's weight where W's error lies above the slice's, and an event.
+def _checked(
+    W: Float[Tensor, "m k"], summary: dict[str, Any], problem: SiteProblem
+) -> tuple[Float[Tensor, "m k"], dict[str, Any]]:
+    """Return W and its summary, or RCPU's weight if W's error lies above the slice's, and an event.
 
     The error is the untempered one, which was not minimised; that of RCPU is never above the
     slice's. An event also says that the error of W is above that of RCPU.
@@ -220,7 +226,7 @@ def _checked(W: Float[Tensor, "m k"], problem: SiteProblem) -> Float[Tensor, "m 
         rotated = rcpu(problem).weight
     if above(error, target.error(kept_columns(problem.dense, problem.kept)), W.dtype):
         record("the relative error lies above the slice's: fell back to rcpu")
-        return rotated
+        return rotated, {"reason": "fell back to rcpu"}
     if above(error, target.error(rotated), W.dtype):
         record("the relative error lies above RCPU's")
-    return W
+    return W, summary
