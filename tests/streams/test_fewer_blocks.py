@@ -1,5 +1,6 @@
 """Whole blocks left out: which, what is written, what it computes, what is refused."""
 
+import itertools
 import json
 import shutil
 
@@ -12,11 +13,12 @@ import coec
 import tiny_models as tm
 from coec import pruning, solve
 from coec.config.recipe import Recipe
-from coec.errors import OptionError
+from coec.errors import NumericalError, OptionError
 from coec.models.architectures import ARCHITECTURES
 from coec.models.dense import Dense
 from coec.models.formats import renumbered, without_blocks
 from coec.planning.plan import Plan
+from coec.streams.head import Head
 from coec.streams.importances import choose_blocks
 from coec.types import KeptSet
 from outcomes import WORK, raising
@@ -95,6 +97,28 @@ def test_the_block_that_is_missed_least_goes_first(tokens, tmp_path):
         for count in (1, 2, 3)
     }
     assert found == {1: [2], 2: [2, 3], 3: [1, 2, 3]}
+
+
+@pytest.mark.parametrize("broken", [{0}, {1}, {0, 1, 2}])
+def test_predictions_that_are_not_finite_drop_no_block(broken, tokens, tmp_path, monkeypatch):
+    dense, calls = Dense.open(deep("llama", tmp_path / "dense")), itertools.count()
+    predicted = Head.predicted
+
+    def noted(self, *states):
+        found = predicted(self, *states)
+        if next(calls) in broken:
+            found.update(torch.full((1, 3), torch.nan), torch.zeros(1).long(), torch.zeros(1, 3))
+        return found
+
+    monkeypatch.setattr(Head, "predicted", noted)
+    ids = torch.randint(2, tm.VOCABULARY, (8, 32))
+    plan = Plan.of(dense, Recipe(drop_blocks=1, forward_dtype="float64", device="cpu"))
+    if len(broken) == 3:
+        with pytest.raises(NumericalError, match="drop_blocks"):
+            choose_blocks(plan, dense, ids, None)
+        return
+    (block,) = choose_blocks(plan, dense, ids, None)[0]["blocks"].tolist()
+    assert block - 1 not in broken
 
 
 @pytest.mark.parametrize("preset", ["fast", "balanced"])

@@ -21,6 +21,7 @@ from coec.streams import streams as module
 from coec.streams.layers import Layers
 from coec.streams.streams import ConsumerSums
 from coec.types import Gram, GramSum
+from outcomes import succeeded
 from prunings import prunes
 
 SETTINGS = {"preset": "paper", "samples": 24, "seq_len": 32, "forward_dtype": "float64"}
@@ -444,3 +445,18 @@ def test_the_result_does_not_depend_on_where_states_wait(preset, pruned, tmp_pat
         monkeypatch.setattr(memory, "_ROOM_FOR_STATES", room)
         pruned(str(room), preset=preset, samples=16, device="cuda")
     assert tm.same_weights(tmp_path / "0.8", tmp_path / "0.0")
+
+
+@pytest.mark.parametrize("size", [1e3, 1e36])
+def test_predictions_that_are_no_numbers_do_not_end_a_run(size, tokens, tmp_path, run):
+    """Of cross-entropies of thousands of nats there is no perplexity."""
+    model = tm.tiny("llama", torch.float32)
+    model.lm_head.weight.data.mul_(size)
+    dense = tm.save(model, tmp_path / "dense")
+    settings = SETTINGS | {"preset": "fast", "holdout": 0.25, "forward_dtype": "float32"}
+    report = coec.prune(dense, tmp_path / "out", calibration=tokens, **settings)
+    assert report.reconstruction["dense"] is None
+    assert report.reconstruction["perplexity"] is None
+    flags = "--preset", "fast", "--holdout", "0.25", "--samples", "24", "--seq-len", "32"
+    said, _ = succeeded(run("prune", dense, tmp_path / "said", "--calibration", tokens, *flags))
+    assert "perplexity inf (dense inf" in said

@@ -58,14 +58,18 @@ class Prediction:
 
     @property
     def perplexity(self) -> float | None:
-        """`exp` of the cross-entropy; None where it is not finite."""
-        mean = self.cross_entropy
-        return math.exp(mean) if mean < _LARGEST else None
+        """`exp` of the cross-entropy; None if it is not finite."""
+        return _finite_exp(self.cross_entropy)
 
     @property
     def baseline_cross_entropy(self) -> float:
         """Cross-entropy of the model that it is compared with, in nats per token."""
         return self._baseline / self.tokens
+
+    @property
+    def baseline_perplexity(self) -> float | None:
+        """`exp` of the baseline's cross-entropy; None if it is not finite."""
+        return _finite_exp(self.baseline_cross_entropy)
 
     @property
     def kl(self) -> float:
@@ -217,3 +221,8 @@ def _tokens(state: Float[Tensor, "*_ n length h"]) -> Float[Tensor, "*_ tokens h
 
 def _picked(log_p: Tensor, next_tokens: Tensor) -> float:
     return float(log_p.gather(-1, next_tokens[..., None]).sum(dtype=torch.float64))
+
+
+def _finite_exp(mean: float) -> float | None:
+    """Return `exp` of a cross-entropy; None if it is not finite."""
+    return math.exp(mean) if mean < _LARGEST else None

@@ -127,7 +127,8 @@ def _scaled(curves: dict[str, Tensor], costs: dict[str, float], plan: Plan) -> d
 class Sensitivity:
     """The dense model, models on the way to the pruned one, and the cost of each pruned site.
 
-    On the way, every consumer is changed by the same share. All advance over a few windows, a block
+    On the way, every consumer is changed by the same share, and the same share of what a dropped
+    block adds is taken away. All advance over a few windows, a block
     at a time; hidden states before every block wait on the CPU, for the derivatives that `costs`
     takes back, a block at a time as well.
     """
@@ -140,7 +141,7 @@ class Sensitivity:
     ) -> None:
         self._model, self._device, self._dtype = dense, plan.device, plan.forward
         windows = first_windows(windows, TRIED_TOKENS)
-        self._tokens = windows.numel()
+        self._tokens, self._dropped = windows.numel(), frozenset(plan.dropped)
         batches = windows.split(step_tokens(windows.shape[1]) // windows.shape[1])
         self._layers = Layers(dense, device=plan.device, dtype=plan.forward)
         # Every model has batches of its own, since layers may hand parts of them to later layers.
@@ -180,7 +181,10 @@ class Sensitivity:
         self._dense = self._layers.through(layer, block.index, self._dense)
         for share, states in self._changed.items():
             with self._replaced(block, compensated, share):
-                self._changed[share] = self._layers.through(layer, block.index, dict(states))
+                after = self._layers.through(layer, block.index, dict(states))
+            if block.index in self._dropped:
+                after = {n: out.lerp(states[n].to(out), share) for n, out in after.items()}
+            self._changed[share] = after
         self._layers.drop(block.index)
 
     def costs(self, progress: Progress | None = None) -> dict[str, float]:
@@ -246,6 +250,8 @@ class Sensitivity:
                     # h → F(h) → (∂F/∂h)ᵀ ∂KL/∂F(h)
                     layer = self._layers.modules[block.index]
                     out = self._layers.call(layer, block.index, state, n)
+                    if block.index in self._dropped:
+                        out = out.lerp(state.to(out), share)
                     (before[n],) = torch.autograd.grad(out, state, gradient.to(out))
             gradients[share] = before
         self._layers.drop(block.index)
@@ -316,6 +322,9 @@ def choose_blocks(
         dense: the model.
         windows: token ids; the first of them are run.
         progress: called with ("choosing blocks", done, all).
+
+    Raises:
+        NumericalError: without any block that may be removed, predictions are not finite.
     """
     windows, count = first_windows(windows, TRIED_TOKENS), plan.recipe.drop_blocks
     blocks = dense.layout.blocks
@@ -340,5 +349,11 @@ def choose_blocks(
         if turn == 0:
             dense_state = so_far
         scores = {n: head.predicted(state, dense_state, windows).kl for n, state in without.items()}
-        gone.add(min(scores, key=scores.__getitem__))
+        finite = {n: score for n, score in scores.items() if math.isfinite(score)}
+        if not finite:
+            raise NumericalError(
+                "no block can be left out: the model without it predicts nothing finite; leave "
+                "drop_blocks out, or try another forward_dtype"
+            )
+        gone.add(min(finite, key=finite.__getitem__))
     return {"blocks": torch.tensor(sorted(gone))}, {}

@@ -322,10 +322,9 @@ class Streams:
             return sums
 
         sums = parallel.lead(lambda total: total, parallel.sum_to(0, map(part, self._validation)))
-        dense = math.exp(sums.baseline_cross_entropy)
         return {
-            "windows": "held out", "count": self._plan.validation_count, "dense": dense,
-            **sums.record(),
+            "windows": "held out", "count": self._plan.validation_count,
+            "dense": sums.baseline_perplexity, **sums.record(),
         }  # fmt: skip
 
     def pruned_function(self, block: BlockLayout) -> Callable[[Mapping[str, Tensor], State], State]:
