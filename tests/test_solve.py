@@ -10,7 +10,7 @@ import coec
 import tiny_models as tm
 from coec.methods import FEW
 from coec.models.dense import Dense
-from coec.solve import UNSEEN
+from coec.solve import BY_MAGNITUDE, UNSEEN
 from coec.types import KeptSet
 from outcomes import succeeded
 
@@ -48,7 +48,7 @@ def test_an_expert_without_tokens_keeps_the_slice_of_its_largest_columns(
     unseen = [row for row in report.sites if row["site"] == "expert" and not row["tokens"]]
     assert unseen
     for row in unseen:
-        assert row["events"] == [UNSEEN]
+        assert row["events"] == [BY_MAGNITUDE, UNSEEN]
         assert (row["error_before"], row["error_after"]) == (None, None)
         weight, columns, written = of_expert(dense, tmp_path / "out", row)
         assert torch.equal(written, weight[:, columns])
@@ -99,3 +99,17 @@ def test_the_command_says_what_became_of_experts(dense, tokens, tmp_path, run):
     assert UNSEEN in said
     rows = json.loads((tmp_path / "out/coec.json").read_text())["sites"]
     assert sum(row["site"] == "expert" for row in rows) == 8
+
+
+def test_a_row_says_how_its_own_weight_was_found(tmp_path):
+    """Not how a descent ended whose weight was replaced: here alignment raised the error."""
+    model = tm.save(tm.tiny("llama", torch.float32), tmp_path / "dense")
+    report = coec.prune(
+        model, tmp_path / "out", preset="paper", rotation="right", samples=64, seq_len=32,
+        calibration=tm.token_file(tmp_path / "tokens.npy", rows=64),
+    )  # fmt: skip
+    fell = [row for row in report.sites if any("to rcpu" in event for event in row["events"])]
+    assert fell
+    for row in fell:
+        assert row["reason"] == "fell back to rcpu"
+        assert "errors_per_round" not in row

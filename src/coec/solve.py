@@ -45,7 +45,8 @@ RATE, PREDICTION_PASSES, GENTLER = 0.01, 2, 0.1
 block is then trained on predictions; and the share of the rate for these if the whole rate makes
 predictions worse (docs/lab/LOG.md)."""
 SINKS = "a thousandth of the tokens has more than half of the energy of the inputs"
-UNSEEN = "no token was routed here: units chosen by magnitude, slice kept"
+UNSEEN = "no token was routed here: slice kept"
+BY_MAGNITUDE = "no token was routed here: units chosen by magnitude"
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +227,8 @@ def _selected(site: Site, weight: Tensor, gram: Gram, plan: Plan) -> KeptSet:
     named = None if plan.kept is None else plan.kept.of_site(site)
     if named is not None:
         return KeptSet(named.indices.to(gram.x.device), named.size)
+    if not gram.tokens:
+        record(BY_MAGNITUDE)
     keep, selection = plan.widths.of(site), plan.recipe.selection
     score = SELECTIONS[selection] if isinstance(selection, str) else selection
     scores = column_scores(
