@@ -68,12 +68,13 @@ class Loaded:
     @property
     def positions(self) -> int:
         """Largest number of tokens that it takes."""
-        return getattr(self.network.config, "max_position_embeddings", None) or _UNLIMITED
+        config = self.network.config.get_text_config()
+        return getattr(config, "max_position_embeddings", None) or _UNLIMITED
 
     @property
     def vocabulary(self) -> int:
         """Number of tokens that it predicts."""
-        return int(self.network.config.vocab_size)
+        return int(self.network.config.get_text_config().vocab_size)
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,13 @@ def perplexity(
         CoecError: with one line that says what to change.
     """
     rules, began = TextEvaluation(**settings), time.perf_counter()
-    with showing(progress) as shown:
-        result = _perplexity(model, text, baseline, rules, trust_remote_code, shown)
+    training = isinstance(model, PreTrainedModel) and model.training
+    try:
+        with showing(progress) as shown:
+            result = _perplexity(model, text, baseline, rules, trust_remote_code, shown)
+    finally:
+        if isinstance(model, PreTrainedModel):
+            model.train(training)
     return replace(result, seconds=time.perf_counter() - began)
 
 
@@ -230,6 +236,9 @@ def _check_effect(text: Any, rules: TextEvaluation) -> None:
         raise without_effect("answer_tokens", "no text = self:PROMPTS.jsonl")
     if is_own(text) and rules.bos == "on":
         raise without_effect("bos=on", f"text={text}")
+    for name in {"samples", "seed"} & rules.model_fields_set:
+        if not is_own(text):
+            raise without_effect(name, "no text = self")
     if is_own(text) and rules.max_windows is not None:
         raise without_effect("max_windows", f"text={text}")
 
@@ -341,7 +350,7 @@ def _predict(
     windows: Int[Tensor, "n length"],
     progress: Progress | None,
 ) -> Prediction:
-    length, vocabulary = windows.shape[1], model.config.vocab_size
+    length, vocabulary = windows.shape[1], model.config.get_text_config().vocab_size
     batch = max(1, _LOGITS_PER_BATCH // (length * vocabulary))
     tokens = tokens_per_pass(vocabulary)
     networks = [network for network in (model, baseline) if network is not None]

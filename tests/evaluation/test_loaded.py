@@ -67,6 +67,8 @@ def test_a_model_in_memory_is_measured_as_it_is(dense, tmp_path):
     assert kl > 1e-4
     network.name_or_path = "nowhere/at/all"  # the baseline's tokenizer is its own
     assert measure(network, dense, text).kl == kl
+    measure(network.train(), dense, text)
+    assert network.training
 
 
 def test_what_cannot_be_loaded_is_refused(run, dense, tmp_path):

@@ -168,6 +168,16 @@ def test_a_block_less_with_an_image_too(kind, tokens, tmp_path, monkeypatch):
     torch.testing.assert_close(logits(loaded), logits(expected), rtol=0, atol=1e-6)
 
 
+def test_transformers_alone_measures_the_same(models, tokens):
+    """Sizes of the language model are in a part of the configuration."""
+    settings = {"seq_len": 32, "device": "cpu"}
+    one, other = (
+        coec.perplexity(models["gemma3"], tokens, via=via, **settings)
+        for via in ("coec", "transformers")
+    )
+    assert other.perplexity == pytest.approx(one.perplexity, rel=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_budget_of_memory_counts_what_is_around(kind, models, tokens, tmp_path):
     whole = (models[kind] / "model.safetensors").stat().st_size

@@ -83,7 +83,7 @@ def _start(
 ) -> list[int]:
     """Return the tokens that every window starts with: the start of a chat, or of a text."""
     start = chat or ([] if tokenizer is None else encode(tokenizer, "").tolist())
-    vocabulary = int(model.config.vocab_size)
+    vocabulary = int(model.config.get_text_config().vocab_size)
     if any(not 0 <= token < vocabulary for token in start):
         raise ModelError(
             f"the tokenizer starts a text with the tokens {start}, the model's vocabulary has "
@@ -102,7 +102,7 @@ def _plain_generation(model: Any) -> Iterator[list[int]]:
     own_config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        yield sorted(end_tokens(model.config) | end_tokens(own_config))
+        yield sorted(end_tokens(model.config.get_text_config()) | end_tokens(own_config))
     finally:
         model.generation_config = own_config
 
@@ -151,7 +151,7 @@ def _drawn(
     generators: list[torch.Generator],
 ) -> Int[Tensor, "n length"]:
     """Return some windows, sampled together."""
-    device, vocabulary = model.device, int(model.config.vocab_size)
+    device, vocabulary = model.device, int(model.config.get_text_config().vocab_size)
     if start:
         prompt = torch.tensor([start], device=device).expand(len(generators), -1)
     else:
