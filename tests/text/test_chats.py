@@ -53,7 +53,7 @@ def written(path, rows):
 
 
 @pytest.mark.parametrize("style", ["openai", "sharegpt"])
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".JSONL", ".parquet"])
 def test_chats_are_the_text_that_the_template_makes(suffix, style, dense, tmp_path):
     found = opened(dense, written(tmp_path / f"chats{suffix}", rows_of(style)))
     tokenizer = load_tokenizer(dense)
@@ -84,11 +84,13 @@ def test_a_template_that_fails_is_one_line(tmp_path):
         opened(folder, written(tmp_path / "chats.jsonl", rows_of("openai")))
 
 
-def test_text_in_a_column_comes_before_a_chat(dense, tmp_path):
+def test_text_in_a_column_comes_before_a_chat_unless_it_is_empty(dense, tmp_path):
     rows = [row | {"text": "w1 w2"} for row in rows_of("openai")]
     assert opened(dense, written(tmp_path / "a.jsonl", rows)).chats == 0
     named = opened(dense, written(tmp_path / "b.jsonl", rows), text_column="messages")
     assert named.chats == len(CHATS)
+    rows = [row | {"text": ""} for row in rows_of("openai")]
+    assert opened(dense, written(tmp_path / "c.jsonl", rows)).chats == len(CHATS)
 
 
 def test_a_list_that_is_no_chat_is_not_taken_for_one(dense, tmp_path):

@@ -104,7 +104,7 @@ def read_prompts(path: Path, column: str, rendered: Rendered) -> list[Any]:
     Raises:
         CalibrationError: it is no such file, or has no rows.
     """
-    if path.suffix not in (".jsonl", ".json", ".parquet"):
+    if path.suffix.lower() not in (".jsonl", ".json", ".parquet"):
         raise CalibrationError(
             f"'{path}' holds no prompts: give self:FILE, a .jsonl or .parquet file whose rows have "
             "a prompt, or messages that end with the user's turn"
@@ -176,9 +176,10 @@ def _document(row: Any, column: str, rendered: Rendered, place: str) -> Any:
     if not isinstance(row, Mapping):
         return None
     # First column that holds something → a document
-    name = next((name for name in _columns(column) if row.get(name) is not None), None)
-    if name is None:
+    present = [name for name in _columns(column) if row.get(name) is not None]
+    if not present:
         return None
+    name = next((name for name in present if row[name] != ""), present[0])
     found = row[name]
     try:
         if isinstance(found, str):
@@ -210,13 +211,14 @@ def _read_file(path: Path, column: str, rendered: Rendered) -> Iterator[Any]:
             f"no text at '{path}': give 'wikitext2', 'c4', 'hub:OWNER/NAME', 'self', or a file "
             "(.txt, .jsonl, .parquet, or token ids as .npy or .safetensors)"
         )
+    suffix = path.suffix.lower()
     for reason, suffixes in _NO_TEXT.items():
-        if path.suffix.lower() in suffixes:
+        if suffix in suffixes:
             raise CalibrationError(f"'{path}' {reason}")
     try:
-        if path.suffix in (".jsonl", ".json"):
+        if suffix in (".jsonl", ".json"):
             yield from _joined(_jsonl_column(path, column, rendered))
-        elif path.suffix == ".parquet":
+        elif suffix == ".parquet":
             yield from _joined(_parquet_column(path, column, rendered))
         else:
             with path.open(encoding="utf-8") as file:

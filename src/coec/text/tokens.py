@@ -118,7 +118,7 @@ def source_of(text: Any, column: str) -> str | Path | Tensor | Documents:
 
 def is_token_file(source: str | Path | Documents) -> bool:
     """True if the source holds token ids, so that no tokenizer is needed."""
-    return str(source).endswith(TOKEN_SUFFIXES)
+    return str(source).lower().endswith(TOKEN_SUFFIXES)
 
 
 def read_stream(
@@ -260,7 +260,7 @@ def _read_token_file(path: Path) -> Tensor:
     if not isfile(path):
         raise CalibrationError(f"no token file at '{path}'")
     try:
-        if path.suffix == ".npy":
+        if path.suffix.lower() == ".npy":
             return token_ids(np.load(path, allow_pickle=False))
         return token_ids(load_file(path)["input_ids"])
     except Exception as error:  # numpy and safetensors raise anything for a damaged file
