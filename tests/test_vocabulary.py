@@ -11,9 +11,10 @@ from transformers import AutoTokenizer
 import bpe_tokenizers as bt
 import coec
 import tiny_models as tm
-from coec.errors import ModelError, OptionError
+from coec.errors import CalibrationError, ModelError, OptionError
 from coec.models.dense import Dense
 from coec.models.renumbering import Renumbering
+from coec.recovery import prune_and_recover
 from outcomes import one_line
 from prunings import content, interrupt
 
@@ -287,6 +288,18 @@ def test_a_training_follows_the_dense_model_on_the_tokens_that_stay(changes, pru
         dense, tmp_path / "fewer", tmp_path / "self", **settings | {"text": "self"}
     )
     assert written.recoveries[-1]["held_out"]["before"] > 1e-3
+
+
+def test_ids_of_the_dense_model_are_no_text_of_the_pruned_one(prune, dense, text, tmp_path):
+    """They would be read as other tokens."""
+    ids = torch.randint(2, SIZE, (20, 32))
+    prune()
+    with one_line(CalibrationError, "token ids, and the pruning with a vocabulary gives"):
+        coec.recover(dense, tmp_path / "out", tmp_path / "trained", text=ids, seq_len=32)
+    settings = SETTINGS | {"calibration": ids, "vocabulary": SIZE, "vocabulary_text": text}
+    with one_line(CalibrationError, "token ids, and the pruning with a vocabulary gives"):
+        prune_and_recover(dense, tmp_path / "both", 256, **settings)
+    assert not (tmp_path / "both.partial").exists()
 
 
 def test_another_teacher_loses_the_same_tokens(prune, dense, text, tmp_path):

@@ -215,8 +215,10 @@ def test_plans_divide_what_is_trained_among_processes(dense, pruned, monkeypatch
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_same_curve(dense, pruned, tokens, tmp_path):
-    shared = ("--text", str(tokens), *TWO)
+@pytest.mark.parametrize("own", [False, True])
+def test_two_processes_give_the_same_curve(own, dense, pruned, tokens, tmp_path):
+    tokens = "self" if own else str(tokens)
+    shared = ("--text", tokens, *TWO)
     command = ("-m", "coec", "recover", str(dense), str(pruned), str(tmp_path / "two"), *shared)
     ended = subprocess.run((*LAUNCH, *command), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from coec.errors import CalibrationError, ModelError, OptionError, OutputError, 
 from coec.events import recording
 from coec.models.dense import Dense
 from coec.models.files import sha256
-from coec.recovery import distillation, session, text
+from coec.recovery import distillation, prune_and_recover, session, text
 from coec.recovery import job as job_module
 from coec.recovery.job import Job
 from coec.recovery.text import read_windows
@@ -141,10 +142,34 @@ def test_a_training_that_diverges_ends_at_its_first_state(rate, recover, pruned,
     json.loads((tmp_path / "out/coec.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_few_windows_are_read_a_few_times_and_no_more(recover):
-    record = recover(tokens="1B").recoveries[-1]
-    assert record["passes"] <= text.PASSES + 0.5
-    assert record["asked"] == 10**9
+def test_a_training_that_diverged_is_not_taken_up(recover, tmp_path, monkeypatch):
+    whole = recover("whole", learning_rate=100).recoveries[-1]
+    with monkeypatch.context() as patch:
+        ending = failing(session.Session._validated, KeyboardInterrupt(), 1)
+        patch.setattr(session.Session, "_validated", ending)
+        with pytest.raises(KeyboardInterrupt):
+            recover(learning_rate=100)
+    with recording() as events:
+        record = recover(learning_rate=100).recoveries[-1]
+    assert sum("diverged (at step 2" in event for event in events) == 1
+    for name in ("steps", "tokens", "passes", "curve", "held_out"):
+        assert record[name] == whole[name]
+    assert not differing(tmp_path / "out", tmp_path / "whole")
+
+
+def test_few_windows_are_read_a_few_times_and_no_more(recover, monkeypatch):
+    """Of 12 windows 2 validate: 10 are read four times, in steps of 8 windows."""
+    seen, compute_loss = [], distillation.Distillation.compute_loss
+
+    def noted(self, model, inputs, *given, **more):
+        seen.extend(map(tuple, inputs["input_ids"].tolist() if model.training else []))
+        return compute_loss(self, model, inputs, *given, **more)
+
+    monkeypatch.setattr(distillation.Distillation, "compute_loss", noted)
+    record = recover(text=IDS[:12], tokens="1B").recoveries[-1]
+    assert (record["passes"], record["steps"], record["asked"]) == (text.PASSES, 5, 10**9)
+    assert record["tokens"] == 32 * len(seen)
+    assert sorted(Counter(seen).values()) == [text.PASSES] * 10
 
 
 def test_predictions_that_were_stored_stand_for_the_teacher(recover, monkeypatch):
@@ -297,6 +322,7 @@ BAD = {
     "batch": ({"batch_size": 100}, OptionError, "batch_size"),
     "unknown": ({"epochs": 3}, OptionError, "unknown setting 'epochs'"),
     "long windows": ({"seq_len": 65}, OptionError, "seq_len"),
+    "batch and windows": ({"text": IDS[:8], "batch_size": 30}, OptionError, "batch_size=30"),
     "one window": ({"seq_len": 64}, CalibrationError, "holds rows of 32 tokens"),
 }
 
@@ -311,7 +337,7 @@ def test_bad_input_is_refused_before_work(case, dense, pruned, tokens, tmp_path)
         second = dense
         first = pruned
     with pytest.raises(error, match=words):
-        coec.recover(first, second, tmp_path / "out", text=tokens, **{**SETTINGS, **changed})
+        coec.recover(first, second, tmp_path / "out", **{"text": tokens, **SETTINGS, **changed})
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
 
@@ -426,6 +452,15 @@ def test_a_schedule_divides_its_batch_among_processes():
     assert (odd.batch, odd.at_once) == (9, 3)
 
 
+def test_windows_begin_as_those_that_calibrated(tmp_path):
+    dense = tm.begin_texts(tm.save(tm.tiny("llama", torch.float32), tmp_path / "dense"))
+    settings = {"calibration": tm.text_file(tmp_path / "text.txt"), "samples": 12, "seq_len": 32}
+    for bos, out in (("on", tmp_path / "on"), ("off", tmp_path / "off")):
+        prune_and_recover(dense, out, 256, bos=bos, **settings)
+        record = Report.read(out).recoveries[-1]
+        assert record["text"]["bos"] is (bos == "on")
+
+
 def test_a_mixture_of_texts_trains_by_its_shares(recover, dense, tokens, tmp_path):
     np.save(tmp_path / "other.npy", IDS.numpy())
     text = f"{tokens}=2,{tmp_path}/other.npy"
@@ -435,6 +470,10 @@ def test_a_mixture_of_texts_trains_by_its_shares(recover, dense, tokens, tmp_pat
     expected = torch.stack([own[0], other[0], own[1], own[2], other[1], own[3]])
     assert torch.equal(windows.ids, expected)
     assert windows.source == text
+    with recording() as events:
+        few = read_windows(Dense.open(dense), settings, 32, 66, trust_remote_code=False)
+    assert len(few.ids) == 24 + 16
+    assert "tokens.npy' has 24 windows, and its share is 44" in "".join(events)
     report = recover(text=text, tokens=256)
     assert report.as_dict()["recoveries"][-1]["text"]["source"] == "tokens.npy=2,other.npy"
     report = recover("own", text=f"{tokens},self", tokens=256)

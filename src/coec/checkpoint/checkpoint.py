@@ -8,7 +8,7 @@ run is killed.
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +30,7 @@ from coec.models.files import (
     FLOAT_DTYPES,
     INDEX,
     JsonDict,
+    Kept,
     opened,
     read_tensors,
     write_json,
@@ -125,18 +126,14 @@ class Checkpoint:
         assert self._pieces is not None, "the first process alone has the journal"
         return self._pieces
 
-    def once(
-        self, name: str, make: Callable[[], tuple[Mapping[str, Tensor], JsonDict]]
-    ) -> tuple[Mapping[str, Tensor], JsonDict]:
+    def once(self, name: str, make: Callable[[], Kept]) -> Kept:
         """Return the tensors and facts that are kept under a name; make and keep them first."""
         kept = parallel.lead(lambda: self._journal.tensors(name))
         if kept is None:
             kept = parallel.lead(self._keep_piece, name, make())
         return kept
 
-    def _keep_piece(
-        self, name: str, made: tuple[Mapping[str, Tensor], JsonDict]
-    ) -> tuple[Mapping[str, Tensor], JsonDict]:
+    def _keep_piece(self, name: str, made: Kept) -> Kept:
         tensors, facts = made
         made_of = self._dense.digests_of(self._dense.layout.blocks)
         self._journal.put_tensors(name, tensors, **facts, made_of=made_of)

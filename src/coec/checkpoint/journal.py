@@ -24,7 +24,7 @@ from coec.checkpoint import folder as output
 from coec.checkpoint.folder import JOURNAL, NEW, STATES, WORK, sync, writing
 from coec.errors import OutputError, UnfinishedError
 from coec.events import record
-from coec.models.files import JsonDict, read_tensors, sha256, write_tensors
+from coec.models.files import JsonDict, Kept, read_tensors, sha256, write_tensors
 
 RunIdentity = JsonDict
 """Everything that determines a result, JSON-ready; models and texts by digests of their content."""
@@ -133,9 +133,17 @@ class Journal:
         path = self.work / f"{name.replace(' ', '-')}.safetensors"
         self.put(name, path, functools.partial(write_tensors, dict(tensors)), **facts)
 
-    def tensors(self, name: str) -> tuple[Mapping[str, Tensor], JsonDict] | None:
+    def tensors(self, name: str) -> Kept | None:
         """Return the tensors and facts of such a piece; None if it is not finished."""
         return (read_tensors(self.path(name)), self.facts(name)) if name in self else None
+
+    def once(self, name: str, make: Callable[[], Kept]) -> Kept:
+        """Return the tensors and facts that are kept under a name; make and keep them first."""
+        kept = self.tensors(name)
+        if kept is None:
+            tensors, facts = kept = make()
+            self.put_tensors(name, tensors, **facts)
+        return kept
 
     def note(self, name: str, **facts: Any) -> None:
         """Record facts without a file; return when they are on the disk."""

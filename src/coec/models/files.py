@@ -7,7 +7,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ from coec.errors import ModelError
 
 JsonDict = dict[str, Any]
 """An object of JSON, free in form."""
+Kept = tuple[Mapping[str, Tensor], JsonDict]
+"""Tensors and facts that a journal keeps together."""
 MAX_JSON = 2**26
 """Size limit of a configuration, index or report: 64 MiB."""
 FLOAT_DTYPES = {

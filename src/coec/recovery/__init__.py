@@ -120,7 +120,10 @@ def prune_and_recover(
     check_output(target, dense.folder, force=force or unfinished(target))
     recovery, trust = recovery_of(settings_like(recipe, tokens)), recipe.trust_remote_code
     planned = Plan.of(dense, recipe)
-    check_text(dense, recovery, planned.seq_len, dense.positions, trust=trust)
+    check_text(
+        dense, recovery, planned.seq_len, dense.positions,
+        renumbered=recipe.vocabulary is not None, trust=trust,
+    )  # fmt: skip
     if planned.decided:
         check_plan(dense, planned.pruned_model, recovery)
     asked = {name: str(value) for name, value in recipe.record("device").items()}

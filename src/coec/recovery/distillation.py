@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -198,6 +199,10 @@ class Distillation(Trainer):
         self.remove_callback(PrinterCallback)  # progress goes through the caller's callback
         self._job, self._teacher = job, teacher
 
+    def _get_train_sampler(self, *unused: Any, **more: Any) -> SequentialSampler:
+        """Return the order of the examples, which are shuffled already."""
+        return SequentialSampler(cast(Examples, self.train_dataset))
+
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -263,14 +268,23 @@ class TrainingMonitor(TrainerCallback):
     ) -> None:
         self._pieces, self._tokens, self._progress = pieces, tokens_per_step, progress
         self._most = max(2 * start, start + 1)
+        self.diverged: int | None = None
+        """Step at which the training diverged."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
-        """Tell a Trainer that resumes in a folder that was moved where its best state lies."""
+        """Tell a Trainer that resumes where its best state lies, in a folder that may have moved,
+        and whether it diverged.
+        """
         state.best_model_checkpoint = _here(state.best_model_checkpoint, Path(args.output_dir))
+        for entry in state.log_history:
+            self._watch(entry["step"], entry.get("eval_loss", 0.0))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **unused: Any) -> Any:
         """Show how many tokens are done; look at the last state and save it in any case."""
-        if state.global_step >= state.max_steps:
+        if self.diverged:  # resumed: the step after is not looked at
+            control.should_training_stop = True
+            control.should_evaluate = control.should_save = False
+        elif state.global_step >= state.max_steps:
             control.should_evaluate = control.should_save = True
         steps = state.global_step, state.max_steps
         self._progress("training on tokens", *(count * self._tokens for count in steps))
@@ -278,14 +292,17 @@ class TrainingMonitor(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """End a training that diverges: beyond twice the start's divergence, and a nat above it."""
-        kl = kwargs["metrics"]["eval_loss"]
+        self._watch(state.global_step, kwargs["metrics"]["eval_loss"])
+        control.should_training_stop = self.diverged is not None
+        return control
+
+    def _watch(self, step: int, kl: float) -> None:
         if not kl <= self._most:
             record(
-                f"the training diverged (at step {state.global_step} KL {kl:.3g} on validation "
-                "windows): ended; a lower learning_rate may help"
+                f"the training diverged (at step {step} KL {kl:.3g} on validation windows): ended; "
+                "a lower learning_rate may help"
             )
-            control.should_training_stop = True
-        return control
+            self.diverged = step
 
     def on_save(self, args: Any, state: Any, control: Any, **unused: Any) -> None:
         """Return when the state of this step is on the disk."""

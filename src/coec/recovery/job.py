@@ -1,7 +1,7 @@
 """A recovery, checked: its models, its settings, and the networks that are made of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from coec.checkpoint.card import public_name
 from coec.checkpoint.folder import check_space, partial_of
 from coec.checkpoint.report import Report
-from coec.config import is_own
 from coec.config.recovery import Recovery
 from coec.devices import choose_device, computed_by
 from coec.errors import CalibrationError, ModelError, OptionError, check_installed
@@ -28,8 +27,8 @@ from coec.planning.kept import KEPT
 from coec.recovery import plan
 from coec.recovery.text import read_prompts, read_windows
 from coec.text.sources import mixture
-from coec.text.tokens import check_same_tokenizer, source_of
-from coec.text.windows import Windows, shares, source_digest
+from coec.text.tokens import check_same_tokenizer, is_token_file, source_of
+from coec.text.windows import Windows, source_digest
 
 RATE, LORA_FACTOR = 0.55, 10
 """The learning rate is RATE · rms(W) · √(windows · KL) / width, with the windows of a step and the
@@ -86,10 +85,12 @@ class Job:
             dense, pruned, teacher, report, recovery, seq_len, choose_device(recovery.device),
             bool(way.recovery.checkpointing), out, trust,
         )  # fmt: skip
-        if recovery.own:
-            check_text(pruned, recovery, seq_len, job.positions, trust=trust)
-        else:
-            job.windows(2)
+        renumbered = VOCABULARY in report.plan["widths"]
+        text = check_text(
+            pruned, recovery, seq_len, job.positions, renumbered=renumbered, trust=trust
+        )
+        if text is not None:
+            job.within(text)
         return job
 
     @property
@@ -172,14 +173,19 @@ class Job:
         name = self.recovery.teacher and public_name(self.teacher.name, self.teacher.folder)
         return {"teacher": name, "teacher_sha256": self.teacher.digest}
 
-    def windows(self, count: int, progress: Progress | None = None) -> Windows:
-        """Cut the first windows of the text; raises CalibrationError for ids without a token."""
-        return self.within(
-            read_windows(
-                self.pruned, self.recovery, self.seq_len, count, trust_remote_code=self.trust,
-                progress=progress,
-            )
+    def windows(
+        self, count: int, write: Callable[[int, int], Windows] | None, progress: Progress
+    ) -> Windows:
+        """Return the first windows of the text, which begin as the calibration's do.
+
+        `write` is as in `read_windows`. Raises CalibrationError for ids without a token.
+        """
+        windows = read_windows(
+            self.pruned, self.recovery, self.seq_len, count, write=write, progress=progress,
+            bos=bool(self.report.calibration.get("bos")), trust_remote_code=self.trust,
         )  # fmt: skip
+        assert windows is not None  # no part is left out
+        return self.within(windows)
 
     def within(self, windows: Windows) -> Windows:
         """Return windows; raises CalibrationError for ids that are not compared."""
@@ -264,17 +270,29 @@ def check_alone(model: Dense) -> None:
 
 
 def check_text(
-    model: Dense, recovery: Recovery, seq_len: int, positions: int, *, trust: bool
-) -> None:
-    """Raise CoecError unless the text and the prompts can be read, and a text has two windows."""
-    if not recovery.own:
-        read_windows(model, recovery, seq_len, 2, trust_remote_code=trust)
-        return
-    read_prompts(model, recovery, seq_len, positions, trust_remote_code=trust)
-    for source, _ in shares(recovery.text, len(mixture(recovery.text))):
-        if not is_own(source):
-            one = recovery.model_copy(update={"text": source})
-            read_windows(model, one, seq_len, 2, trust_remote_code=trust)
+    model: Dense,
+    recovery: Recovery,
+    seq_len: int,
+    positions: int,
+    *,
+    renumbered: bool,
+    trust: bool,
+) -> Windows | None:
+    """Return the first windows of the text, but for parts that the teacher writes.
+
+    Raises:
+        CoecError: the text or the prompts cannot be read, or it holds ids of tokens and the pruning
+            `renumbered` them.
+    """
+    sources = [source for source, _ in mixture(recovery.text)]
+    if renumbered and any(isinstance(s, Tensor) or is_token_file(s) for s in sources):
+        raise CalibrationError(
+            f"'{recovery.text!s:.80}' holds token ids, and the pruning with a vocabulary gives "
+            "tokens other ids: train on a text"
+        )
+    if recovery.own:
+        read_prompts(model, recovery, seq_len, positions, trust_remote_code=trust)
+    return read_windows(model, recovery, seq_len, 2, trust_remote_code=trust)
 
 
 def identity_of(recovery: Recovery) -> JsonDict:

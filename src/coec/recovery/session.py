@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from coec.checkpoint.folder import STATES, WORK
 from coec.checkpoint.journal import Journal
-from coec.config import is_own, nth_seed
+from coec.config import nth_seed
 from coec.devices import environment
-from coec.errors import CalibrationError, NumericalError
+from coec.errors import NumericalError
 from coec.events import RESUMING, Progress, record
 from coec.models.files import INDEX, JsonDict, write_tensors
 from coec.models.folder import CONFIG, carry_files
@@ -41,9 +41,9 @@ from coec.recovery.distillation import (
 from coec.recovery.job import Job
 from coec.recovery.plan import KEPT_STATES, shards
 from coec.recovery.text import Examples
-from coec.streams.answers import Kept, Writer
+from coec.streams.answers import Writer
 from coec.text.tokens import load_tokenizer
-from coec.text.windows import Windows, mixed, shares, windows_in_order
+from coec.text.windows import Windows
 
 _T = TypeVar("_T")
 EVALUATIONS = 4
@@ -153,7 +153,7 @@ class Session:
             self._tell(f"{RESUMING} steps", done, schedule.steps)
         trainer.train(resume_from_checkpoint=last)
         state = trainer.accelerator.get_state_dict(trainer.model)
-        curve, steps = curve_of(trainer, step_tokens), trainer.state.global_step
+        curve, steps = curve_of(trainer, step_tokens), monitor.diverged or schedule.steps
         del trainer
         gc.collect()
         if pieces is None:
@@ -161,7 +161,7 @@ class Session:
         # The best state, merged and rounded as it would be written, must beat the start.
         tensors, after = self._validated(state)
         del state
-        improved, steps = after < before, min(steps, schedule.steps)
+        improved = after < before
         self._write(pieces, tensors if improved else None)
         kl = {"windows": len(validation), "before": before, "after": after if improved else before}
         return {
@@ -187,9 +187,7 @@ class Session:
         self.teacher = self.job.teacher_network()
         tokens = self._budget(self.pieces, self.teacher)
         if "text" not in self.pieces:
-            self._put_text(
-                self.pieces, self.teacher, texts.windows_needed(tokens, self.job.seq_len)
-            )
+            self._put_text(self.pieces, self.teacher, tokens)
         if stored:
             self._put_predictions(self.pieces, self.teacher)
             self.teacher = None
@@ -207,51 +205,39 @@ class Session:
             pieces.note("budget", tokens=tokens)
         return int(pieces.facts("budget")["tokens"])
 
-    def _put_text(self, pieces: Journal, teacher: PreTrainedModel, count: int) -> None:
-        """Put the windows of the text into the journal; the model's own text group by group."""
+    def _put_text(self, pieces: Journal, teacher: PreTrainedModel, tokens: int) -> None:
+        """Put the windows of the text into the journal; the teacher's own text group by group."""
         job = self.job
-        windows = (
-            self._own_text(pieces, teacher, count)
-            if job.recovery.own
-            else job.windows(count, self._tell)
-        )
+        count = texts.windows_needed(tokens, job.seq_len)
+        write = self._writer(pieces, teacher) if job.recovery.own else None
+        windows = job.windows(count, write, self._tell)
         ids = windows.ids
         # Refused before the text is kept: a batch that is larger than the text
-        job.recovery.windows_per_step(job.seq_len, texts.most_tokens(len(ids), job.seq_len))
+        trained = len(ids) - texts.windows_for_validation(len(ids))
+        most = texts.most_tokens(trained, job.seq_len)
+        job.recovery.windows_per_step(job.seq_len, min(tokens, most))
         origin = {
-            "source": windows.source, "windows": len(ids), "text_sha256": windows.text_sha256
+            "source": windows.source, "windows": len(ids), "bos": windows.bos,
+            "text_sha256": windows.text_sha256,
         }  # fmt: skip
         pieces.put("text", self.text, partial(texts.save_windows, ids), record=origin)
 
-    def _own_text(self, pieces: Journal, teacher: PreTrainedModel, count: int) -> Windows:
-        """Return at most `count` windows of a text that the teacher writes, or a part of it."""
-        job, whole = self.job, self.job.recovery.text
+    def _writer(self, pieces: Journal, teacher: PreTrainedModel) -> Callable[[int, int], Windows]:
+        """Return a function that lets the teacher write the windows of a part of the text."""
+        job = self.job
         prompts = texts.read_prompts(
             job.pruned, job.recovery, job.seq_len, job.positions, trust_remote_code=job.trust
         )
         tokenizer = load_tokenizer(job.pruned.folder, trust_remote_code=job.trust)
-        once = partial(_once, pieces)
-        writer = Writer(job.teacher, tokenizer, once, self._tell, teacher, fewer=True)
-        parts = []
-        for number, (source, size) in enumerate(shares(whole, max(count, len(prompts)))):
-            if is_own(source):
-                windows = writer.windows(
-                    prompts[number], samples=size, seq_len=job.seq_len, name=f"answers {number}",
-                    seed=nth_seed(job.recovery.seed, number + 1),
-                )  # fmt: skip
-            else:
-                windows = windows_in_order(
-                    job.pruned, source, job.recovery.text_column, count=size, seq_len=job.seq_len,
-                    trust_remote_code=job.trust, progress=self._tell,
-                )  # fmt: skip
-            parts.append(windows)
-        found = job.within(mixed(parts, whole))
-        if len(found.ids) < 2:
-            raise CalibrationError(
-                f"'{whole}' has one window of {job.seq_len} tokens, and validation needs a second "
-                "one: give more prompts, longer answers (answer_tokens=N), or shorter windows"
-            )
-        return found
+        writer = Writer(job.teacher, tokenizer, pieces.once, self._tell, teacher, fewer=True)
+
+        def write(number: int, samples: int) -> Windows:
+            return writer.windows(
+                prompts[number], samples=samples, seq_len=job.seq_len, name=f"answers {number}",
+                seed=nth_seed(job.recovery.seed, number + 1),
+            )  # fmt: skip
+
+        return write
 
     def _prediction_files(self, windows: int) -> list[Path]:
         """Return the files of the teacher's predictions, one for each group of windows."""
@@ -334,7 +320,10 @@ class Session:
         home = torch.device("cpu") if shards() > 1 else job.device
         trainer = Distillation(
             job, self.teacher, model=job.student(home), args=settings,
-            train_dataset=self.examples[0], eval_dataset=self.examples[1],
+            train_dataset=self.examples[0].shuffled(
+                schedule.steps * schedule.batch, job.recovery.seed % 2**63
+            ),
+            eval_dataset=self.examples[1],
             callbacks=[] if monitor is None else [monitor],
         )  # fmt: skip
         if plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None):
@@ -376,15 +365,6 @@ class Session:
                 (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(job.pruned.folder / name, folder / name)
         carry_files(job.pruned.folder, folder)
-
-
-def _once(pieces: Journal, name: str, make: Callable[[], Kept]) -> Kept:
-    """Return what a journal keeps under a name; make and keep it first."""
-    kept = pieces.tensors(name)
-    if kept is None:
-        tensors, facts = kept = make()
-        pieces.put_tensors(name, tensors, **facts)
-    return kept
 
 
 def tokens_per_second(job: Job, teacher: PreTrainedModel, at_once: int) -> float:

@@ -3,7 +3,8 @@ teacher, all in files next to the unfinished output.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +14,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from coec.config import is_own
 from coec.config.recovery import Recovery
 from coec.errors import CalibrationError
-from coec.events import Progress
+from coec.events import Progress, record
 from coec.models.dense import Dense
 from coec.models.files import opened, write_tensors
 from coec.streams.answers import Prompts
 from coec.text.sources import mixture
 from coec.text.tokens import load_tokenizer
-from coec.text.windows import Windows, window_digests, windows_in_order
+from coec.text.windows import Windows, mixed, shares, window_digests, windows_in_order
 
 PASSES = 4
 """Largest number of times that a text is read; more passes over few windows make others worse."""
@@ -69,24 +71,52 @@ def read_windows(
     seq_len: int,
     count: int,
     *,
+    bos: bool = False,
     trust_remote_code: bool,
+    write: Callable[[int, int], Windows] | None = None,
     progress: Progress | None = None,
-) -> Windows:
+) -> Windows | None:
     """Cut the first `count` windows of the text, or all that it has, by a model's tokenizer.
+
+    Args:
+        model: the model that learns.
+        recovery: names the text.
+        seq_len: tokens of a window.
+        count: number of windows.
+        bos: begin windows of text with the tokenizer's start.
+        trust_remote_code: lets the tokenizer run its own code.
+        write: makes the windows of a part that the teacher writes, given the part's number and
+            their number; None to leave these parts out.
+        progress: called with (phase, done, total).
+
+    Returns:
+        Windows, or None if nothing is left of the text.
 
     Raises:
         CalibrationError: the text has less than two windows, or is of another vocabulary.
     """
-    windows = windows_in_order(
-        model, recovery.text, recovery.text_column, count=count, seq_len=seq_len,
-        trust_remote_code=trust_remote_code, progress=progress,
-    )  # fmt: skip
-    if len(windows.ids) < 2:
+    parts, sources = list[Windows](), shares(recovery.text, max(count, len(mixture(recovery.text))))
+    for number, (source, size) in enumerate(sources):
+        if is_own(source):
+            parts += [write(number, size)] if write else []
+            continue
+        windows = windows_in_order(
+            model, source, recovery.text_column, count=size, seq_len=seq_len, bos=bos,
+            trust_remote_code=trust_remote_code, progress=progress,
+        )  # fmt: skip
+        if len(sources) > 1 and len(windows.ids) < size:
+            record(f"'{source}' has {len(windows.ids)} windows, and its share is {size}")
+        parts.append(windows)
+    if not parts:
+        return None
+    windows = mixed(parts, str(recovery.text))
+    if len(windows.ids) < 2 and len(parts) == len(sources):
+        longer = ", or longer answers (answer_tokens=N)" if recovery.own else ""
         raise CalibrationError(
-            f"'{windows.source}' has one window of {seq_len} tokens, and validation needs a "
-            f"second one: give more text, or shorter windows (seq_len={max(2, seq_len // 2)})"
+            f"'{windows.source}' has one window of {seq_len} tokens, and validation needs a second "
+            f"one: give more text, or shorter windows (seq_len={max(2, seq_len // 2)}){longer}"
         )
-    return windows
+    return replace(windows, ids=windows.ids[:count])
 
 
 def read_prompts(
@@ -145,7 +175,15 @@ class Examples(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, path: Path, rows: list[int], stored: list[Path]) -> None:
-        self._windows, self._rows, self._stored = np.load(path, mmap_mode="r"), rows, stored
+        self._path, self._rows, self._stored = path, rows, stored
+        self._windows = np.load(path, mmap_mode="r")
+
+    def shuffled(self, count: int, seed: int) -> "Examples":
+        """Return `count` windows in random order; all are read before one is read again."""
+        rng, windows = torch.Generator().manual_seed(seed), len(self._rows)
+        passes = [torch.randperm(windows, generator=rng) for _ in range(math.ceil(count / windows))]
+        rows = [self._rows[n] for n in torch.cat(passes)[:count].tolist()]
+        return Examples(self._path, rows, self._stored)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from coec.config import OWN, asks, nth_seed
 from coec.errors import CalibrationError, first_line
 from coec.events import Progress
 from coec.models.dense import Dense
-from coec.models.files import JsonDict
-from coec.parallel import lead
+from coec.models.files import Kept
 from coec.streams.self_text import Finite, end_tokens, sample_from_model, windows_that_fit
 from coec.text.chats import ChatTemplate
 from coec.text.packing import Chat, packed
@@ -32,7 +30,6 @@ _PASSES = 8
 Prompt = Int[Tensor, " n"]
 Ask = Callable[[int, Sequence[Prompt], int], list[Chat]]
 """Return the answers to a group of prompts, given its number and a seed."""
-Kept = tuple[Mapping[str, Tensor], JsonDict]
 Once = Callable[[str, Callable[[], Kept]], Kept]
 
 
@@ -207,7 +204,8 @@ class Writer:
     Attributes:
         dense: the model.
         tokenizer: of the model.
-        once: returns tensors and facts that are kept under a name, or makes and keeps them.
+        once: returns tensors and facts that are kept under a name, or makes and keeps them, where
+            the network is.
         progress: called with (phase, done, samples).
         network: the model in memory, on the first process alone.
         fewer: as in `Prompts.windows`.
@@ -235,7 +233,7 @@ class Writer:
         length = seq_len if prompts is None else max(map(len, prompts.all)) + prompts.longest
 
         def fit() -> Kept:
-            count = lead(lambda: windows_that_fit(self.dense, self.network, length))
+            count = windows_that_fit(self.dense, self.network, length)
             return {"at_once": torch.tensor(count)}, {}
 
         # A resumed run takes the same batches, whatever memory is free then.
@@ -248,8 +246,7 @@ class Writer:
 
         def ask(group: int, asked: Sequence[Prompt], seed: int) -> list[Chat]:
             def make() -> Kept:
-                answers = partial(prompts.answered, self.network, asked, seed, at_once)
-                return lead(lambda: _stored(answers())), {}
+                return _stored(prompts.answered(self.network, asked, seed, at_once)), {}
 
             return _restored(self.once(f"{name} {group}", make)[0])
 
@@ -264,10 +261,10 @@ class Writer:
         for first in range(0, samples, size):
 
             def make(first: int = first) -> Kept:
-                windows = lead(lambda: sample_from_model(
+                windows = sample_from_model(
                     self.network, self.tokenizer, samples=min(size, samples - first), first=first,
                     seq_len=seq_len, seed=seed, at_once=at_once,
-                ))  # fmt: skip
+                )  # fmt: skip
                 return {"ids": windows.ids}, windows.record()
 
             tensors, facts = self.once(f"{name} {first // size}", make)

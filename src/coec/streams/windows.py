@@ -183,7 +183,10 @@ class CalibrationText:
         sources = shares(self.source, recipe.samples)
         try:
             network = partial(self.dense.network, plan.device, plan.forward, noted=True)
-            writer = Writer(self.dense, tokenizer, once, progress, parallel.lead_only(network))
+            writer = Writer(
+                self.dense, tokenizer, lambda name, make: once(name, partial(parallel.lead, make)),
+                progress, parallel.lead_only(network),
+            )  # fmt: skip
             return [
                 windows or writer.windows(
                     self.prompts[number], samples=samples, seq_len=plan.seq_len,

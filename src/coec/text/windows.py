@@ -362,19 +362,15 @@ def windows_in_order(
     *,
     count: int,
     seq_len: int,
+    bos: bool = False,
     trust_remote_code: bool,
     progress: Progress | None = None,
 ) -> Windows:
-    """Cut the first `count` windows of a text, or all that it has; of a mixture, by its shares."""
-    cut = []
-    # Every source of a mixture gives at least one window.
-    for name, samples in shares(source, max(count, len(mixture(source)))):
-        tokens = samples * seq_len
-        extent = Extent(tokens, characters=_CHARACTERS * tokens, at_once=PIECE)
-        stream = text_stream(
-            dense, name, column, extent, trust_remote_code=trust_remote_code, progress=progress
-        )
-        windows = all_windows(stream, seq_len=seq_len)
-        cut.append(replace(windows, ids=windows.ids[:samples]))
-    windows = mixed(cut, str(source))
+    """Cut the first `count` windows of a text, or all that it has; `bos` as in `sample_windows`."""
+    tokens = count * seq_len
+    extent = Extent(tokens, characters=_CHARACTERS * tokens, at_once=PIECE)
+    stream = text_stream(
+        dense, source, column, extent, trust_remote_code=trust_remote_code, progress=progress
+    )
+    windows = all_windows(stream, seq_len=seq_len, bos=bos)
     return replace(windows, ids=windows.ids[:count])
