@@ -125,10 +125,13 @@ def placed(plan: Plan, free: FreeMemory | None = None) -> Plan:
 def disk(plan: Plan) -> tuple[int, int]:
     """Estimate bytes of the pruned model's folder, and of unfinished work at its largest.
 
-    Blocks are removed once the shard that holds them is durable, so only one shard is there twice.
+    Blocks are removed once the shard that holds them is durable, so only the blocks of one shard
+    are there twice. What is around a language model is written once, as it is stored.
     """
-    output = int(plan.parameters_after * plan.written.itemsize * 1.01)
-    return output, min(output, SHARD_BYTES) + 2**24
+    pruned = int(plan.parameters_after * plan.written.itemsize * 1.01)
+    around = 0 if plan.model.around is None else plan.model.around.outside()
+    output = pruned + around * plan.stored.itemsize
+    return output, min(pruned, SHARD_BYTES) + 2**24
 
 
 def _sizes(plan: Plan) -> dict[str, int]:
