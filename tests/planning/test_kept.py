@@ -185,10 +185,11 @@ def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeyp
     assert stored["layers.0.mlp"].tolist() == UNITS["mlp"]
 
 
-def test_a_folder_says_what_its_units_are(dense, tokens, tmp_path):
+@pytest.mark.parametrize("decided", ["heads", "auto"])
+def test_a_folder_says_what_its_units_are(decided, dense, tokens, tmp_path):
     settings = {"calibration": tokens, "samples": 8, "seq_len": 32, "preset": "paper",
                 "compensation": "none"}  # fmt: skip
-    coec.prune(dense, tmp_path / "heads", attention_units="heads", sparsity=0.5, **settings)
+    coec.prune(dense, tmp_path / "heads", attention_units=decided, sparsity=0.5, **settings)
     again = coec.prune(
         dense, tmp_path / "again", attention_units="auto", kept=tmp_path / "heads", **settings
     )

@@ -116,10 +116,10 @@ class KeptUnits:
 
     def check(self, layout: Layout) -> None:
         """Raises OptionError where they are of another model: sites or units that it lacks."""
-        heads = any(site.groups for site in layout.kinds)
-        if self.attention_units not in (None, "heads" if heads else "groups"):
+        if self.attention_units not in (None, layout.attention_units):
+            words = "KV groups" if self.attention_units == "groups" else "query heads"
             raise OptionError(
-                f"'{self.source}' keeps {'KV groups' if heads else 'query heads'}: set "
+                f"'{self.source}' keeps {words}: set "
                 f"attention_units = {self.attention_units}, or auto"
             )
         sites = {site.key: site for site in layout.sites}
@@ -158,8 +158,8 @@ class KeptUnits:
 def _attention_units(path: Path) -> Literal["groups", "heads"] | None:
     """Return the kind of units removed from attention by a folder's report; None if not stated."""
     try:
-        counted = parse_json(path / REPORT)["recipe"].get("attention_units", "groups")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        counted = parse_json(path / REPORT)["plan"]["attention_units"]
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return counted if counted in ("groups", "heads") else None
 
