@@ -199,3 +199,27 @@ def test_a_folder_says_what_its_units_are(decided, dense, tokens, tmp_path):
         coec.prune(
             dense, tmp_path / "no", attention_units="groups", kept=tmp_path / "heads", **settings
         )
+
+
+@pytest.mark.parametrize("preset", ["paper", "fast"])
+def test_a_folder_says_which_blocks_it_leaves_out(preset, tokens, tmp_path):
+    """Whose widths follow its own, and not a sparsity."""
+    dense = tm.save(tm.tiny("llama", torch.float32, num_hidden_layers=4), tmp_path / "dense")
+    settings = {"calibration": tokens, "samples": 8, "seq_len": 32, "multiple_of": 1, "bos": "off"}
+    first, again = tmp_path / "first", tmp_path / "again"
+    how = {**settings, "preset": "fast", "sparsity": 0.5, "drop_blocks": 1}
+    dropped = coec.prune(dense, first, **how).plan["dropped_blocks"]
+    report = coec.prune(dense, again, kept=first, preset=preset, **settings)
+    assert report.plan["dropped_blocks"] == dropped
+    assert tm.load(again).config.num_hidden_layers == 3
+    assert (again / KEPT).read_bytes() == (first / KEPT).read_bytes()
+    if preset == "fast":
+        assert tm.same_weights(first, again)
+    with pytest.raises(OptionError, match="drop_blocks"):
+        coec.plan(dense, kept=first, preset="fast", drop_blocks=1)
+    shallow = tm.save(tm.tiny("llama", torch.float32), tmp_path / "shallow")
+    edited = json.loads((first / "coec.json").read_text())
+    edited["plan"]["dropped_blocks"] = [7]
+    (first / "coec.json").write_text(json.dumps(edited))
+    with pytest.raises(OptionError, match="leaves out blocks 7, and this model has 2"):
+        coec.plan(shallow, kept=first)

@@ -249,6 +249,7 @@ def _command(report: Report) -> str:
         del settings["sparsity"]
     kept = ""
     if recipe["kept"] is not None:
+        settings.pop("drop_blocks", None)  # this folder says which
         settings["kept"] = "THIS_FOLDER"
         kept = f" THIS_FOLDER is this one, whose `{KEPT}` says which units stay."
     flags = [_flag(name, value) for name, value in settings.items()]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from coec.config import without_effect
 from coec.config.recipe import Recipe, memory_size, parameter_count
 from coec.devices import (
     DTYPES,
@@ -67,6 +68,8 @@ class Plan(Decisions):
         stored = model.dtype if isinstance(model, Dense) else stored_dtype(model.config)
         dropped = () if kept is None else kept.dropped
         if recipe.drop_blocks:
+            if kept is not None and dropped:
+                raise without_effect("drop_blocks", f"'{kept.source}', which leaves out blocks")
             last = model.shape.layers - 1
             dropped = tuple(range(last - recipe.drop_blocks, last))
         attention = recipe.attention_sparsity
