@@ -21,7 +21,7 @@ from coec.models.layout import Shape
 from coec.planning.by_importance import Importances, by_importance
 from coec.planning.checks import check_model, check_widths
 from coec.planning.decisions import Decisions
-from coec.planning.kept import KeptUnits
+from coec.planning.kept import IDLE, KeptUnits
 from coec.planning.widths import Rounding, Shares, Widths, shares_for, uniform
 from coec.text.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 
@@ -62,8 +62,12 @@ class Plan(Decisions):
     @classmethod
     def _counted(cls, model: Description, recipe: Recipe, kept: KeptUnits | None) -> "Plan":
         """Plan for a model whose units of attention are decided."""
+        covered = kept is not None and kept.covers(model.layout)
         if kept is not None:
             kept.check(model.layout)
+            for name in IDLE if covered else ():
+                if name in recipe.model_fields_set:
+                    raise without_effect(name, f"'{kept.source}', which names units of every site")
         device = choose_device(recipe.device)
         stored = model.dtype if isinstance(model, Dense) else stored_dtype(model.config)
         dropped = () if kept is None else kept.dropped
@@ -98,11 +102,14 @@ class Plan(Decisions):
             forward=forward,
             solve=choose_solve_dtype("auto", device),
             written=DTYPES[recipe.dtype] if recipe.dtype else stored,
-            decided=not recipe.by_block or (kept is not None and kept.covers(model.layout)),
+            decided=not recipe.by_block or covered,
             dropped=dropped,
             chosen=not recipe.drop_blocks,
         )
-        return plan._within_budget()
+        plan = plan._within_budget()
+        if kept is not None and covered and recipe.by_block and plan.pruned.uniform:
+            raise without_effect("by_block", f"'{kept.source}', whose widths are alike by block")
+        return plan
 
     def _within_budget(self) -> "Plan":
         """Return the plan with widths and format, within the budget if there is one."""
