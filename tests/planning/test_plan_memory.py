@@ -24,7 +24,7 @@ SMALL = {"preset": "paper", "samples": 16, "seq_len": 32}
 def on_gpu(monkeypatch):
     """Plan for a GPU, named and never used."""
     monkeypatch.setattr(planning, "choose_device", lambda device: CUDA)
-    monkeypatch.setattr(planning, "choose_solve_dtype", lambda name, device: torch.float64)
+    monkeypatch.setattr(planning, "choose_solve_dtype", lambda device: torch.float64)
 
 
 def planned(config=None, **settings):

@@ -100,7 +100,7 @@ class Plan(Decisions):
             home=device,
             stored=stored,
             forward=forward,
-            solve=choose_solve_dtype("auto", device),
+            solve=choose_solve_dtype(device),
             written=DTYPES[recipe.dtype] if recipe.dtype else stored,
             decided=not recipe.by_block or covered,
             dropped=dropped,
