@@ -184,10 +184,11 @@ class Plan(Decisions):
             running = {name: t.shape for name, t in built.skeleton().state_dict().items()}
             around.check(around.with_sizes(model.config, output.config), running)
         if recipe.tensor_parallel not in (possible := pruned.gpus()):
+            given = [n for n in ("kept", "attention_sparsity") if n in recipe.model_fields_set]
             raise OptionError(
                 f"these widths cannot be divided over tensor_parallel = {recipe.tensor_parallel} "
-                f"GPUs, but over {', '.join(map(str, possible))}: take one of these, or leave out "
-                "kept and attention_sparsity"
+                f"GPUs, but over {', '.join(map(str, possible))}: take one of these"
+                + (f", or leave out {' and '.join(given)}" if given else "")
             )
         return replace(self, widths=widths, pruned=pruned, output=output, pruned_shapes=shapes)
 
