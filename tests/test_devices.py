@@ -28,7 +28,7 @@ def unmeasured():
 
 def test_a_cpu_solves_in_float64_without_a_measurement(monkeypatch):
     monkeypatch.setattr(devices, "double_rate", None)
-    assert choose_solve_dtype("auto", torch.device("cpu")) == torch.float64
+    assert choose_solve_dtype(torch.device("cpu")) == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_cpu_solves_in_float64_without_a_measurement(monkeypatch):
     [(1.0, torch.float64), (0.5, torch.float64), (1 / 32, torch.float32), (1 / 64, torch.float32),
      (None, torch.float32)],
 )  # fmt: skip
-def test_auto_follows_the_rate_of_float64_products(monkeypatch, rate, chosen):
+def test_a_gpu_follows_the_rate_of_float64_products(monkeypatch, rate, chosen):
     """Which is measured once; None stands for a device that has no such numbers."""
     measured = []
 
@@ -48,10 +48,8 @@ def test_auto_follows_the_rate_of_float64_products(monkeypatch, rate, chosen):
 
     monkeypatch.setattr(devices, "product_rate", product_rate)
     for _ in range(3):
-        assert choose_solve_dtype("auto", CUDA) == chosen
+        assert choose_solve_dtype(CUDA) == chosen
     assert measured == [torch.float64, torch.float32][: 1 if rate is None else 2]
-    for asked in ("float64", "float32"):
-        assert choose_solve_dtype(asked, CUDA) == getattr(torch, asked)
 
 
 @pytest.mark.parametrize(

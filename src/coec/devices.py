@@ -85,14 +85,12 @@ def choose_forward_dtype(
     return torch.bfloat16 if summed and stored == torch.float16 else stored
 
 
-def choose_solve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Choose the dtype of the compensation; see the setting `solve_dtype`.
+def choose_solve_dtype(device: torch.device) -> torch.dtype:
+    """Choose the dtype of a compensation's iterations.
 
-    `auto` is float64 on a CPU, and elsewhere wherever it multiplies at a useful rate, which is
+    It is float64 on a CPU, and elsewhere wherever it multiplies at a useful rate, which is
     measured once in a process.
     """
-    if name != "auto":
-        return DTYPES[name]
     if device.type == "cpu" or double_rate(device) >= USEFUL:
         return torch.float64
     return torch.float32
@@ -161,7 +159,7 @@ class FreeMemory:
     """Free bytes.
 
     Attributes:
-        device: memory of the device; None where the host or other machines compute.
+        device: memory of the device; None unless it is a CUDA device.
         host: memory that this process can still take; None if unknown.
     """
 

@@ -11,7 +11,7 @@ from coec.events import Progress, duration
 from coec.parallel import is_first
 
 _HALF_MINUTE = 30.0
-"""Seconds between two lines; lines of finished blocks and cells are printed at once."""
+"""Seconds between two lines; lines of finished blocks are printed at once."""
 _LONG = ("solving", "allocating")
 """Phases of blocks, each of which may take long and has a line when it is finished."""
 

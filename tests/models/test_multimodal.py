@@ -14,6 +14,7 @@ from coec import solve
 from coec.checkpoint import checkpoint
 from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
+from coec.planning.memory import disk
 from coec.types import KeptSet
 
 pytestmark = pytest.mark.unchecked  # whole models
@@ -139,6 +140,8 @@ def test_removing_is_masking_with_an_image_too(kind, changes, models, tokens, tm
     assert all(torch.equal(before[name], after[name]) for name in outside)
     assert before.keys() == after.keys()
     assert (out / "preprocessor_config.json").read_text() == '{"size": 16}'
+    planned, _ = disk(coec.plan(models[kind], **settings))
+    assert planned == pytest.approx(sum(tensor.nbytes for tensor in after.values()), rel=0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)

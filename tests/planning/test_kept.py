@@ -48,14 +48,11 @@ def save_units(units, path):
     return path
 
 
-@pytest.mark.parametrize("settings", [{}, {"sparsity": 0.2, "selection": "magnitude"}])
 def test_our_own_units_give_our_own_model_and_nothing_is_selected(
-    settings, dense, tokens, ours, tmp_path, monkeypatch
+    dense, tokens, ours, tmp_path, monkeypatch
 ):
-    """Whatever sparsity and selection say, which have no effect then."""
     monkeypatch.setattr(solve, "column_scores", None)
-    how = {"calibration": tokens, **SETTINGS, **settings}
-    report = coec.prune(dense, tmp_path / "out", kept=ours, **how)
+    report = coec.prune(dense, tmp_path / "out", kept=ours, calibration=tokens, **SETTINGS)
     assert written(tmp_path / "out") == written(ours)
     assert f"every site keeps the units of '{ours}'" in report.plan["notes"]
     assert report.recipe["kept"] == str(ours)
@@ -92,9 +89,22 @@ def test_sites_that_are_not_named_are_selected_as_ever(dense, tokens, ours, tmp_
     assert report.recipe["kept"] == "mapping"
 
 
-def test_the_plan_shows_the_widths_and_never_asks_sparsity(dense, run, tmp_path):
+@pytest.mark.parametrize(
+    "idle",
+    [{"sparsity": 0.9}, {"attention_sparsity": 0.5}, {"budget": 0.9}, {"selection": "flap"},
+     {"multiple_of": 64}, {"by_block": True}],
+    ids=lambda idle: next(iter(idle)),
+)  # fmt: skip
+def test_what_has_no_effect_where_every_site_is_named_is_refused(idle, dense):
+    [name] = idle
+    with pytest.raises(OptionError, match=f"^{name} has no effect with 'mapping'"):
+        coec.plan(dense, kept=of_all(), **idle)
+    assert coec.plan(dense, kept={f"layers.{n}.attention": [0, 2] for n in (0, 1)}, **idle)
+
+
+def test_the_plan_shows_the_widths(dense, run, tmp_path):
     file = save_units(of_all(), tmp_path / "kept.json")
-    status, out, _ = run("prune", dense, "--dry-run", "--json", "--kept", file, "--sparsity", 1e-6)
+    status, out, _ = run("prune", dense, "--dry-run", "--json", "--kept", file)
     shown = json.loads(out)
     assert status == 0
     assert shown["widths"]["mlp"]["after"] == 27
@@ -185,10 +195,11 @@ def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeyp
     assert stored["layers.0.mlp"].tolist() == UNITS["mlp"]
 
 
-def test_a_folder_says_what_its_units_are(dense, tokens, tmp_path):
+@pytest.mark.parametrize("decided", ["heads", "auto"])
+def test_a_folder_says_what_its_units_are(decided, dense, tokens, tmp_path):
     settings = {"calibration": tokens, "samples": 8, "seq_len": 32, "preset": "paper",
                 "compensation": "none"}  # fmt: skip
-    coec.prune(dense, tmp_path / "heads", attention_units="heads", sparsity=0.5, **settings)
+    coec.prune(dense, tmp_path / "heads", attention_units=decided, sparsity=0.5, **settings)
     again = coec.prune(
         dense, tmp_path / "again", attention_units="auto", kept=tmp_path / "heads", **settings
     )
@@ -198,3 +209,27 @@ def test_a_folder_says_what_its_units_are(dense, tokens, tmp_path):
         coec.prune(
             dense, tmp_path / "no", attention_units="groups", kept=tmp_path / "heads", **settings
         )
+
+
+@pytest.mark.parametrize("preset", ["paper", "fast"])
+def test_a_folder_says_which_blocks_it_leaves_out(preset, tokens, tmp_path):
+    """Whose widths follow its own, and not a sparsity."""
+    dense = tm.save(tm.tiny("llama", torch.float32, num_hidden_layers=4), tmp_path / "dense")
+    settings = {"calibration": tokens, "samples": 8, "seq_len": 32, "bos": "off"}
+    first, again = tmp_path / "first", tmp_path / "again"
+    how = {**settings, "preset": "fast", "sparsity": 0.5, "multiple_of": 1, "drop_blocks": 1}
+    dropped = coec.prune(dense, first, **how).plan["dropped_blocks"]
+    report = coec.prune(dense, again, kept=first, preset=preset, **settings)
+    assert report.plan["dropped_blocks"] == dropped
+    assert tm.load(again).config.num_hidden_layers == 3
+    assert (again / KEPT).read_bytes() == (first / KEPT).read_bytes()
+    if preset == "fast":
+        assert tm.same_weights(first, again)
+    with pytest.raises(OptionError, match="drop_blocks"):
+        coec.plan(dense, kept=first, preset="fast", drop_blocks=1)
+    shallow = tm.save(tm.tiny("llama", torch.float32), tmp_path / "shallow")
+    edited = json.loads((first / "coec.json").read_text())
+    edited["plan"]["dropped_blocks"] = [7]
+    (first / "coec.json").write_text(json.dumps(edited))
+    with pytest.raises(OptionError, match="leaves out blocks 7, and this model has 2"):
+        coec.plan(shallow, kept=first)

@@ -24,7 +24,7 @@ SMALL = {"preset": "paper", "samples": 16, "seq_len": 32}
 def on_gpu(monkeypatch):
     """Plan for a GPU, named and never used."""
     monkeypatch.setattr(planning, "choose_device", lambda device: CUDA)
-    monkeypatch.setattr(planning, "choose_solve_dtype", lambda name, device: torch.float64)
+    monkeypatch.setattr(planning, "choose_solve_dtype", lambda device: torch.float64)
 
 
 def planned(config=None, **settings):
@@ -133,3 +133,21 @@ def test_more_text_and_more_training_are_more_operations(settings):
     assert operations(planned(preset="balanced", reconstruct=8)) > operations(
         planned(preset="balanced")
     )
+
+
+def test_the_program_is_never_what_takes_most(dense, tokens, run):
+    how = ["--samples", 1, "--seq-len", 8, "--calibration", tokens, "--preset", "paper"]
+    status, shown, _ = run("prune", dense, "--dry-run", *how)
+    assert status == 0
+    assert "program" not in next(line for line in shown.splitlines() if "memory of" in line)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({}, False), ({"attention_sparsity": 0.0}, True)],
+)
+def test_only_flags_that_were_given_are_to_be_left_out(given, named):
+    with pytest.raises(OptionError, match="tensor_parallel = 3") as refused:
+        planned(preset="fast", tensor_parallel=3, **given)
+    assert str(refused.value).endswith("or leave out attention_sparsity") == named
+    assert "kept" not in str(refused.value)

@@ -15,7 +15,7 @@ from coec.methods.selection import SELECTIONS
 from coec.models.files import JsonDict
 from coec.models.layout import in_words, split_over
 from coec.models.renumbering import VOCABULARY
-from coec.planning.kept import KEPT
+from coec.planning.kept import IDLE, KEPT
 from coec.version import __version__
 
 CARD = "README.md"
@@ -249,6 +249,11 @@ def _command(report: Report) -> str:
         del settings["sparsity"]
     kept = ""
     if recipe["kept"] is not None:
+        # This folder names the units of every site, and the blocks that are left out.
+        widths = [width["after"] for width in report.plan["widths"].values()]
+        differ = any(isinstance(width, list) for width in widths)
+        for name in (*IDLE, "drop_blocks", *([] if differ else ["by_block"])):
+            settings.pop(name, None)
         settings["kept"] = "THIS_FOLDER"
         kept = f" THIS_FOLDER is this one, whose `{KEPT}` says which units stay."
     flags = [_flag(name, value) for name, value in settings.items()]

@@ -29,8 +29,8 @@ class Report:
         plan: widths, parameters, output format, loaders.
         calibration: where the windows came from, with digests.
         sites: one entry per block and site.
-        reconstruction: if the pruned model was run together with the dense model: how well every
-            candidate predicts the validation windows, and which was chosen.
+        reconstruction: if the pruned model was run together with the dense model: its perplexity on
+            validation windows, the dense model's, the KL, and the windows' kind and count.
         seconds: wall-clock time by phase.
         environment: versions and device.
         origin: the name of the dense model, and the licence and language in its card.

@@ -142,11 +142,10 @@ def _show_plan(plan: "Plan", model: str, out: str | None, flags: Mapping[str, An
 
     def lines() -> Iterator["RenderableType"]:
         yield from _sizes(plan, Path(model))
-        for (name, needed), moment in zip(record["memory_bytes"].items(), fullest, strict=True):
+        for place, (name, needed) in enumerate(record["memory_bytes"].items()):
             if needed:
-                sizes = moment.device if name == "device" else moment.host
-                largest = max(sizes, key=sizes.__getitem__)
-                yield f"memory of the {name}: {_gigabytes(needed)} ({moment.moment}: {largest})"
+                what = f"{fullest[place].moment}: {fullest[place].largest(place)}"
+                yield f"memory of the {name}: {_gigabytes(needed)} ({what})"
         yield f"time: {common.rough(seconds)}, a rough total at the rate of one matrix product here"
         yield f"disk: {_gigabytes(output)}, and {_gigabytes(partial)} of unfinished work meanwhile"
         yield from training

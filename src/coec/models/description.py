@@ -139,10 +139,9 @@ class Description:
 
     def counted_in(self: _Model, units: Literal["groups", "heads"]) -> _Model:
         """Return the model with KV groups, or query heads, as the units of its attention."""
-        heads = units == "heads"
-        if heads == any(site.groups for site in self.layout.sites):
+        if units == self.layout.attention_units:
             return self
-        sites = self.architecture.blocks.layout(self.shape, self.shapes, heads=heads)
+        sites = self.architecture.blocks.layout(self.shape, self.shapes, heads=units == "heads")
         return replace(self, layout=replace(self.layout, blocks=sites.blocks))
 
     @property

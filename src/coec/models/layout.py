@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from jaxtyping import Int
 from torch import Tensor
@@ -361,6 +361,11 @@ class Layout:
     def experts(self) -> int:
         """Number of experts in every block that has any; 0 where none has."""
         return next((block.router[0].stop for block in self.blocks if block.router), 0)
+
+    @property
+    def attention_units(self) -> Literal["groups", "heads"]:
+        """What attention loses."""
+        return "heads" if any(site.groups for site in self.sites) else "groups"
 
     @property
     def kinds(self) -> tuple[Site, ...]:

@@ -257,6 +257,7 @@ class Decisions:
                 "gpus": self.pruned.gpus(),
                 "gpus_int4": self.pruned.gpus(columns=QUANTISED_COLUMNS),
             },
+            "attention_units": self.model.layout.attention_units,
             "layers": self.dense.layers,
             "dropped_blocks": list(self.dropped) if self.chosen else None,
             "inside": self.model.around.name if self.model.around else None,

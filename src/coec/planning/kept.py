@@ -29,6 +29,8 @@ KEPT = "coec/kept.safetensors"
 """File in a separate folder: servers read every safetensors file next to the weights as weights."""
 MAPPING = "mapping"
 """What records call kept units that a caller gave as they are."""
+IDLE = ("sparsity", "attention_sparsity", "budget", "budget_active", "multiple_of", "selection")
+"""Settings without effect where every site is named."""
 WANTED = (
     "give a safetensors or JSON file of unit indices by site (layers.0.mlp), or a folder that coec "
     "wrote"
@@ -52,7 +54,7 @@ class KeptUnits:
             were given.
         attention_units: kind of units removed from attention, by the report next to the file of
             units; None if there is no report.
-        dropped: blocks that are left out.
+        dropped: blocks that are left out, by the same report.
     """
 
     source: str
@@ -103,12 +105,20 @@ class KeptUnits:
         if not isinstance(kept, str | Path):
             raise OptionError(f"kept is a {type(kept).__name__}: {WANTED}")
         read = cls.of(_content(Path(kept)), str(kept))
-        return replace(read, attention_units=_attention_units(Path(kept)))
+        return replace(read, **_reported(Path(kept)))
 
     def of_site(self, site: Site) -> KeptSet | None:
         """Return the units that a site keeps; None where they are not named."""
         indices = self.units.get(site.key)
         return None if indices is None else KeptSet(indices, site.units)
+
+    def count(self, site: Site) -> int | None:
+        """Return how many units a site keeps; in a block left out as many as in the first named."""
+        units = self.units.get(site.key)
+        if units is None and site.block in self.dropped:
+            end = f".{site.name}"
+            units = next((u for key, u in self.units.items() if key.endswith(end)), None)
+        return None if units is None else len(units)
 
     def covers(self, layout: Layout) -> bool:
         """Return whether every site of a model is named."""
@@ -116,11 +126,16 @@ class KeptUnits:
 
     def check(self, layout: Layout) -> None:
         """Raises OptionError where they are of another model: sites or units that it lacks."""
-        heads = any(site.groups for site in layout.kinds)
-        if self.attention_units not in (None, "heads" if heads else "groups"):
+        if self.attention_units not in (None, layout.attention_units):
+            words = "KV groups" if self.attention_units == "groups" else "query heads"
             raise OptionError(
-                f"'{self.source}' keeps {'KV groups' if heads else 'query heads'}: set "
+                f"'{self.source}' keeps {words}: set "
                 f"attention_units = {self.attention_units}, or auto"
+            )
+        if any(number not in range(len(layout.blocks)) for number in self.dropped):
+            raise OptionError(
+                f"'{self.source}' leaves out blocks {', '.join(map(str, self.dropped))}, and this "
+                f"model has {len(layout.blocks)}: is it of another model?"
             )
         sites = {site.key: site for site in layout.sites}
         experts = {block.experts_key for block in layout.blocks if block.router}
@@ -155,13 +170,14 @@ class KeptUnits:
         return record | ({"inferred_from": self.inferred_from} if self.inferred_from else {})
 
 
-def _attention_units(path: Path) -> Literal["groups", "heads"] | None:
-    """Return the kind of units removed from attention by a folder's report; None if not stated."""
+def _reported(path: Path) -> JsonDict:
+    """Return the units of attention, and the blocks that are left out, by a folder's report."""
     try:
-        counted = parse_json(path / REPORT)["recipe"].get("attention_units", "groups")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return counted if counted in ("groups", "heads") else None
+        plan = parse_json(path / REPORT)["plan"]
+        units, dropped = plan["attention_units"], tuple(map(int, plan["dropped_blocks"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {"attention_units": units, "dropped": dropped} if units in ("groups", "heads") else {}
 
 
 def _content(path: Path) -> Mapping[str, Any]:

@@ -48,6 +48,11 @@ class Memory:
     device: dict[str, int]
     host: dict[str, int]
 
+    def largest(self, place: int) -> str:
+        """Return what takes most on the device (0) or the host (1), without the program."""
+        sizes = (self.device, self.host)[place]
+        return max(sizes, key=lambda name: sizes[name] * (name != "program"))
+
     @property
     def needed(self) -> tuple[int, int]:
         """Sizes on the device and on the host, without the program, which is there already."""
@@ -111,8 +116,7 @@ def placed(plan: Plan, free: FreeMemory | None = None) -> Plan:
             estimate.needed, (free.device, free.host), ("the device", "this machine"), strict=True
         ):
             if room is not None and needed > OVER * room:
-                sizes = estimate.host if place == "this machine" else estimate.device
-                largest = max(sizes, key=lambda name: sizes[name] * (name != "program"))
+                largest = estimate.largest(int(place == "this machine"))
                 raise OptionError(
                     f"about {needed / 1e9:.1f} GB of memory are needed ({estimate.moment}, most of "
                     f"it for {largest}), and {place} has {room / 1e9:.1f} GB free: take fewer "
@@ -125,10 +129,13 @@ def placed(plan: Plan, free: FreeMemory | None = None) -> Plan:
 def disk(plan: Plan) -> tuple[int, int]:
     """Estimate bytes of the pruned model's folder, and of unfinished work at its largest.
 
-    Blocks are removed once the shard that holds them is durable, so only one shard is there twice.
+    Blocks are removed once the shard that holds them is durable, so only the blocks of one shard
+    are there twice. What is around a language model is written once, as it is stored.
     """
-    output = int(plan.parameters_after * plan.written.itemsize * 1.01)
-    return output, min(output, SHARD_BYTES) + 2**24
+    pruned = int(plan.parameters_after * plan.written.itemsize * 1.01)
+    around = 0 if plan.model.around is None else plan.model.around.outside()
+    output = pruned + around * plan.stored.itemsize
+    return output, min(pruned, SHARD_BYTES) + 2**24
 
 
 def _sizes(plan: Plan) -> dict[str, int]:

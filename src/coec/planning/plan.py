@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from coec.config import without_effect
 from coec.config.recipe import Recipe, memory_size, parameter_count
 from coec.devices import (
     DTYPES,
@@ -20,7 +21,7 @@ from coec.models.layout import Shape
 from coec.planning.by_importance import Importances, by_importance
 from coec.planning.checks import check_model, check_widths
 from coec.planning.decisions import Decisions
-from coec.planning.kept import KeptUnits
+from coec.planning.kept import IDLE, KeptUnits
 from coec.planning.widths import Rounding, Shares, Widths, shares_for, uniform
 from coec.text.windows import DEFAULT_SEQ_LEN, resolve_seq_len
 
@@ -61,12 +62,18 @@ class Plan(Decisions):
     @classmethod
     def _counted(cls, model: Description, recipe: Recipe, kept: KeptUnits | None) -> "Plan":
         """Plan for a model whose units of attention are decided."""
+        covered = kept is not None and kept.covers(model.layout)
         if kept is not None:
             kept.check(model.layout)
+            for name in IDLE if covered else ():
+                if name in recipe.model_fields_set:
+                    raise without_effect(name, f"'{kept.source}', which names units of every site")
         device = choose_device(recipe.device)
         stored = model.dtype if isinstance(model, Dense) else stored_dtype(model.config)
         dropped = () if kept is None else kept.dropped
         if recipe.drop_blocks:
+            if kept is not None and dropped:
+                raise without_effect("drop_blocks", f"'{kept.source}', which leaves out blocks")
             last = model.shape.layers - 1
             dropped = tuple(range(last - recipe.drop_blocks, last))
         attention = recipe.attention_sparsity
@@ -93,13 +100,16 @@ class Plan(Decisions):
             home=device,
             stored=stored,
             forward=forward,
-            solve=choose_solve_dtype("auto", device),
+            solve=choose_solve_dtype(device),
             written=DTYPES[recipe.dtype] if recipe.dtype else stored,
-            decided=not recipe.by_block or (kept is not None and kept.covers(model.layout)),
+            decided=not recipe.by_block or covered,
             dropped=dropped,
             chosen=not recipe.drop_blocks,
         )
-        return plan._within_budget()
+        plan = plan._within_budget()
+        if kept is not None and covered and recipe.by_block and plan.pruned.uniform:
+            raise without_effect("by_block", f"'{kept.source}', whose widths are alike by block")
+        return plan
 
     def _within_budget(self) -> "Plan":
         """Return the plan with widths and format, within the budget if there is one."""
@@ -174,10 +184,11 @@ class Plan(Decisions):
             running = {name: t.shape for name, t in built.skeleton().state_dict().items()}
             around.check(around.with_sizes(model.config, output.config), running)
         if recipe.tensor_parallel not in (possible := pruned.gpus()):
+            given = [n for n in ("kept", "attention_sparsity") if n in recipe.model_fields_set]
             raise OptionError(
                 f"these widths cannot be divided over tensor_parallel = {recipe.tensor_parallel} "
-                f"GPUs, but over {', '.join(map(str, possible))}: take one of these, or leave out "
-                "kept and attention_sparsity"
+                f"GPUs, but over {', '.join(map(str, possible))}: take one of these"
+                + (f", or leave out {' and '.join(given)}" if given else "")
             )
         return replace(self, widths=widths, pruned=pruned, output=output, pruned_shapes=shapes)
 

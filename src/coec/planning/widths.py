@@ -226,8 +226,8 @@ def uniform(
     """
     counts = {}
     for site in layout.sites:
-        named = None if kept is None else kept.units.get(site.key)
-        counts[site.block, site.name] = _count(site, shares) if named is None else len(named)
+        named = None if kept is None else kept.count(site)
+        counts[site.block, site.name] = _count(site, shares) if named is None else named
     experts, groups = layout.experts, shares.expert_groups
     if shares.experts:  # of every group that a router chooses among
         experts = groups * kept_count(experts // groups, shares.experts)
