@@ -94,7 +94,7 @@ class Checkpoint:
         identity = {
             **plan.recipe.record(),
             **text,
-            "kept": None if plan.kept is None else plan.kept.digest,
+            "kept": None if plan.kept is None else plan.kept.identity,
             "model": dense.fingerprint,
             "dtype": dtype_name(plan.written),
             "seq_len": plan.seq_len,

@@ -59,7 +59,11 @@ class Recipe(Settings):
     units of attention. 0.3 of the channels is 17 to 20 % of the parameters of most models; for a
     share of the parameters give a budget."""
     attention_sparsity: float | None = setting(
-        None, ge=0, lt=1, otherwise="0; in paper and by_block as sparsity"
+        None,
+        ge=0,
+        lt=1,
+        otherwise="0; as sparsity in paper, by_block (but for target vllm) and if attention_units "
+        "are given",
     )
     """Fraction of the units of attention that is removed; 0 keeps attention whole."""
     attention_units: AttentionUnits = "groups"
@@ -85,7 +89,8 @@ class Recipe(Settings):
     budget: str | None = setting(None, otherwise="what sparsity leaves")
     """What the pruned model may take, instead of a sparsity: a share of the parameters (0.8), their
     number (5600000000), or the memory of a server (16GB, 14.5GiB) for the weights as written and
-    the keys and values of `context` tokens. Attention is kept if the budget can be met so."""
+    the keys and values of `context` tokens. Attention is kept if the budget can be met so, except
+    in paper and by_block."""
     budget_active: str | None = setting(None, otherwise="what sparsity leaves")
     """What the parameters that one token passes may be, those of its chosen experts among them,
     instead of a sparsity: a share of them (0.8) or their number."""

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from coec.devices import is_finite
+from coec.devices import dtype_name, is_finite
 from coec.errors import ModelError, first_line
 from coec.models import multimodal
+from coec.models.architectures import WIDE
 from coec.models.calls import compute_buffers, decoder_of
 from coec.models.description import LAYER, Description, language_model
 from coec.models.files import Header, JsonDict, opened, parse_json, read_headers
@@ -99,10 +100,11 @@ class Dense(Description):
         if not described.names.running:
             notes += _wrapped(described, headers, around)
         dtype = check_headers(folder, headers, described.shapes)
-        if {headers[name].dtype for name in described.shapes} == {"F16", "BF16"}:
+        mix = {headers[name].dtype for name in described.shapes if not name.endswith(WIDE)}
+        if len(mix) > 1:
             notes.append(
-                "some weights are float16, others bfloat16: what is written is float32, which "
-                "holds both, unless the setting dtype says another"
+                f"weights are stored as {' and '.join(sorted(mix))}: what is written is "
+                f"{dtype_name(dtype)}, which holds all of them, unless dtype says another"
             )
         # Read here only so that a bad one is refused before work.
         _generation_config(folder)

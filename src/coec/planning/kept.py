@@ -64,6 +64,11 @@ class KeptUnits:
     attention_units: Literal["groups", "heads"] | None = None
     dropped: tuple[int, ...] = ()
 
+    @property
+    def identity(self) -> str:
+        """Everything that determines a result."""
+        return f"{self.digest} {self.dropped}"
+
     @classmethod
     def named(cls, kept: Any, model: Description) -> "KeptUnits":
         """Return the units that the setting `kept` names.

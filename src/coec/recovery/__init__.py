@@ -128,7 +128,7 @@ def prune_and_recover(
         check_plan(dense, planned.pruned_model, recovery)
     asked = {name: str(value) for name, value in recipe.record("device").items()}
     identity: JsonDict = {
-        "pruning": asked | {"kept": None if planned.kept is None else planned.kept.digest},
+        "pruning": asked | {"kept": None if planned.kept is None else planned.kept.identity},
         "recovery": identity_of(recovery), "dense": dense.fingerprint,
         "tokenizer": tokenizer_digest(dense.folder), "computed_by": computed_by(planned.device),
     }  # fmt: skip
