@@ -364,7 +364,7 @@ class Layout:
 
     @property
     def attention_units(self) -> Literal["groups", "heads"]:
-        """What attention loses."""
+        """Units that attention loses."""
         return "heads" if any(site.groups for site in self.sites) else "groups"
 
     @property

@@ -66,7 +66,7 @@ class KeptUnits:
 
     @property
     def identity(self) -> str:
-        """Everything that determines a result."""
+        """Digest of the units, and the blocks that are left out: they determine a result."""
         return f"{self.digest} {self.dropped}"
 
     @classmethod
