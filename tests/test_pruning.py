@@ -428,7 +428,7 @@ def test_no_bit_is_lost_of_float16_beside_bfloat16(dense, prune, tmp_path):
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(written[name], weights[name].float())
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
-    assert "some weights are float16, others bfloat16" in report.plan["notes"][0]
+    assert "stored as BF16 and F16: what is written is float32" in report.plan["notes"][0]
 
 
 @pytest.mark.parametrize("preset", [{"preset": "fast"}, {"preset": "balanced", "holdout": 0.25}])

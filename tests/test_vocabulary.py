@@ -170,9 +170,10 @@ def test_a_run_that_was_interrupted_writes_the_same(prune, tmp_path, monkeypatch
     assert len(kept_of(tmp_path / "out")) == SIZE
 
 
-def test_kept_units_are_read_from_a_model_of_fewer_tokens(prune, tmp_path):
+def test_kept_units_are_read_from_a_model_of_fewer_tokens(prune, dense, text, tmp_path):
     prune(sparsity=0.3, preset="paper")
-    report = prune("again", kept=str(tmp_path / "out"), vocabulary=None, preset="paper")
+    settings = {"calibration": text, "kept": str(tmp_path / "out"), "preset": "paper"}
+    report = coec.prune(dense, tmp_path / "again", samples=8, seq_len=32, **settings)
     before, again = (load_file(tmp_path / n / "coec/kept.safetensors") for n in ("out", "again"))
     assert before.keys() - again.keys() == {"vocabulary"}
     assert report.plan["kept"]["sites"] == 4

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from coec.checkpoint.report import calibration_digest
-from coec.config import asks, is_own, listing, without_effect
+from coec.config import asks, is_own, listing, own_parts, without_effect
 from coec.config.evaluation import TextEvaluation
 from coec.devices import choose_device, choose_forward_dtype, tokens_per_pass
 from coec.errors import ModelError, NumericalError, OptionError, first_line
@@ -236,8 +236,8 @@ def _check_effect(text: Any, rules: TextEvaluation) -> None:
         raise without_effect("answer_tokens", "no text = self:PROMPTS.jsonl")
     if is_own(text) and rules.bos == "on":
         raise without_effect("bos=on", f"text={text}")
-    for name in {"samples", "seed"} & rules.model_fields_set:
-        if not is_own(text):
+    for name in ("samples", "seed"):
+        if name in rules.model_fields_set and not own_parts(text):
             raise without_effect(name, "no text = self")
     if is_own(text) and rules.max_windows is not None:
         raise without_effect("max_windows", f"text={text}")

@@ -91,7 +91,7 @@ def test_sites_that_are_not_named_are_selected_as_ever(dense, tokens, ours, tmp_
 
 @pytest.mark.parametrize(
     "idle",
-    [{"sparsity": 0.9}, {"attention_sparsity": 0.5}, {"budget": 0.9}, {"selection": "flap"},
+    [{"sparsity": 0.9}, {"attention_sparsity": 0.5}, {"budget": 0.9},
      {"multiple_of": 64}, {"by_block": True}],
     ids=lambda idle: next(iter(idle)),
 )  # fmt: skip

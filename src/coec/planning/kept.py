@@ -29,7 +29,7 @@ KEPT = "coec/kept.safetensors"
 """File in a separate folder: servers read every safetensors file next to the weights as weights."""
 MAPPING = "mapping"
 """What records call kept units that a caller gave as they are."""
-IDLE = ("sparsity", "attention_sparsity", "budget", "budget_active", "multiple_of", "selection")
+IDLE = ("sparsity", "attention_sparsity", "budget", "budget_active", "multiple_of")
 """Settings without effect where every site is named."""
 WANTED = (
     "give a safetensors or JSON file of unit indices by site (layers.0.mlp), or a folder that coec "

@@ -287,8 +287,8 @@ def check_text(
     sources = [source for source, _ in mixture(recovery.text)]
     if renumbered and any(isinstance(s, Tensor) or is_token_file(s) for s in sources):
         raise CalibrationError(
-            f"'{recovery.text!s:.80}' holds token ids, and the pruning with a vocabulary gives "
-            "tokens other ids: train on a text"
+            "the text to train on holds token ids, and the pruning with a vocabulary gives tokens "
+            "other ids: give a text"
         )
     if recovery.own:
         read_prompts(model, recovery, seq_len, positions, trust_remote_code=trust)
