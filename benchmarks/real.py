@@ -277,7 +277,9 @@ def _pruned(case: dict[str, Any], out: Path) -> dict[str, Any]:
     }  # fmt: skip
     numbers: dict[str, Any] = {}
     began, spent = time.perf_counter(), time.process_time()
-    settings = windows | case["settings"] | {"sparsity": case["sparsity"]}
+    settings = windows | case["settings"]
+    if "budget" not in settings:
+        settings["sparsity"] = case["sparsity"]
     if case["row"] == "OSSCAR":
         numbers["removed"] = osscar.prune(model, out, **settings)
     else:
