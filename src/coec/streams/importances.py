@@ -127,10 +127,9 @@ def _scaled(curves: dict[str, Tensor], costs: dict[str, float], plan: Plan) -> d
 class Sensitivity:
     """The dense model, models on the way to the pruned one, and the cost of each pruned site.
 
-    On the way, every consumer is changed by the same share, and the same share of what a dropped
-    block adds is taken away. All advance over a few windows, a block
-    at a time; hidden states before every block wait on the CPU, for the derivatives that `costs`
-    takes back, a block at a time as well.
+    On the way, every consumer is changed by the same share; dropped blocks stay whole. All advance
+    over a few windows, a block at a time; hidden states before every block wait on the CPU, for the
+    derivatives that `costs` takes back, a block at a time as well.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Sensitivity:
     ) -> None:
         self._model, self._device, self._dtype = dense, plan.device, plan.forward
         windows = first_windows(windows, TRIED_TOKENS)
-        self._tokens, self._dropped = windows.numel(), frozenset(plan.dropped)
+        self._tokens = windows.numel()
         batches = windows.split(step_tokens(windows.shape[1]) // windows.shape[1])
         self._layers = Layers(dense, device=plan.device, dtype=plan.forward)
         # Every model has batches of its own, since layers may hand parts of them to later layers.
@@ -181,10 +180,7 @@ class Sensitivity:
         self._dense = self._layers.through(layer, block.index, self._dense)
         for share, states in self._changed.items():
             with self._replaced(block, compensated, share):
-                after = self._layers.through(layer, block.index, dict(states))
-            if block.index in self._dropped:
-                after = {n: out.lerp(states[n].to(out), share) for n, out in after.items()}
-            self._changed[share] = after
+                self._changed[share] = self._layers.through(layer, block.index, dict(states))
         self._layers.drop(block.index)
 
     def costs(self, progress: Progress | None = None) -> dict[str, float]:
@@ -250,8 +246,6 @@ class Sensitivity:
                     # h → F(h) → (∂F/∂h)ᵀ ∂KL/∂F(h)
                     layer = self._layers.modules[block.index]
                     out = self._layers.call(layer, block.index, state, n)
-                    if block.index in self._dropped:
-                        out = out.lerp(state.to(out), share)
                     (before[n],) = torch.autograd.grad(out, state, gradient.to(out))
             gradients[share] = before
         self._layers.drop(block.index)
