@@ -16,7 +16,7 @@ from coec.models.layout import Shape, Site
 from coec.planning.plan import Plan
 from coec.planning.widths import Costs, parameters_inside
 from coec.text.sources import mixture
-from coec.text.tokens import LONG_TEXT, TOKEN_SUFFIXES
+from coec.text.tokens import LONG_TEXT, holds_tokens
 from coec.text.windows import TRIED_TOKENS
 
 OVER = 1.2
@@ -223,7 +223,7 @@ def _text_bytes(source: Any) -> int:
     if source == OWN:
         return 0
     path = Path(source.removeprefix(f"{OWN}:"))
-    if path.suffix in TOKEN_SUFFIXES:
+    if holds_tokens(path):
         return 2 * path.stat().st_size if path.is_file() else 0
     characters = path.stat().st_size if path.is_file() else _NAMED_TEXT
     return _CHARACTER_BYTES * min(characters, LONG_TEXT)

@@ -317,15 +317,11 @@ class TrainingMonitor(TrainerCallback):
 
 
 def curve_of(trainer: Trainer, tokens_per_step: int) -> list[dict[str, float]]:
-    """Validation divergence against tokens, where it is finite, from the Trainer's own history.
-
-    A Trainer that resumes at its last state takes one more step, whose learning rate is zero.
-    """
+    """Validation divergence against tokens, where it is finite, from the Trainer's own history."""
     return [
         {"tokens": entry["step"] * tokens_per_step, "kl": entry["eval_loss"]}
         for entry in trainer.state.log_history
-        if 0 < entry["step"] <= trainer.args.max_steps
-        and math.isfinite(entry.get("eval_loss", math.nan))
+        if entry["step"] > 0 and math.isfinite(entry.get("eval_loss", math.nan))
     ]
 
 

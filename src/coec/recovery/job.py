@@ -27,7 +27,7 @@ from coec.planning.kept import KEPT
 from coec.recovery import plan
 from coec.recovery.text import read_prompts, read_windows
 from coec.text.sources import mixture
-from coec.text.tokens import check_same_tokenizer, is_token_file, source_of
+from coec.text.tokens import check_same_tokenizer, holds_tokens, source_of
 from coec.text.windows import Windows, source_digest
 
 RATE, LORA_FACTOR = 0.55, 10
@@ -284,8 +284,7 @@ def check_text(
         CoecError: the text or the prompts cannot be read, or it holds ids of tokens and the pruning
             `renumbered` them.
     """
-    sources = [source for source, _ in mixture(recovery.text)]
-    if renumbered and any(isinstance(s, Tensor) or is_token_file(s) for s in sources):
+    if renumbered and any(holds_tokens(source) for source, _ in mixture(recovery.text)):
         raise CalibrationError(
             "the text to train on holds token ids, and the pruning with a vocabulary gives tokens "
             "other ids: give a text"

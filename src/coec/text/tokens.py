@@ -116,9 +116,9 @@ def source_of(text: Any, column: str) -> str | Path | Tensor | Documents:
     return Documents(text, column)
 
 
-def is_token_file(source: str | Path | Documents) -> bool:
-    """True if the source holds token ids, so that no tokenizer is needed."""
-    return str(source).lower().endswith(TOKEN_SUFFIXES)
+def holds_tokens(source: str | Path | Tensor | Documents) -> bool:
+    """True if the source is token ids or a file of them, so that no tokenizer is needed."""
+    return isinstance(source, Tensor) or str(source).lower().endswith(TOKEN_SUFFIXES)
 
 
 def read_stream(
@@ -147,7 +147,7 @@ def read_stream(
         raise CalibrationError(
             f"'{name}' is a mixture of texts, which only calibration and training take: give one"
         )
-    if is_token_file(source):
+    if holds_tokens(source):
         ids = _read_token_file(Path(name))
         return Stream(ids, name, digest(ids))
     template = ChatTemplate(tokenizer)

@@ -25,7 +25,7 @@ from coec.text.tokens import (
     Extent,
     Stream,
     digest,
-    is_token_file,
+    holds_tokens,
     load_tokenizer,
     read_stream,
     token_ids,
@@ -320,7 +320,7 @@ def source_digest(source: str | Path | Tensor | np.ndarray | Documents) -> str:
     if not isinstance(source, str | Path):
         return digest(token_ids(source))
     name = str(source)
-    if source == OWN or (is_named(name) and not is_token_file(name)):
+    if source == OWN or (is_named(name) and not holds_tokens(name)):
         return name  # a file of that name in the working folder is not read
     if is_own(name):
         return f"{OWN}:{source_digest(name.removeprefix(f'{OWN}:'))}"
@@ -347,7 +347,7 @@ def text_stream(
 ) -> Stream:
     """Read the tokens of a text; of a long text, only the number that the extent states."""
     tokenizer = partial(load_tokenizer, dense.folder, trust_remote_code=trust_remote_code)
-    if not (isinstance(source, Tensor) or is_token_file(source)):
+    if not holds_tokens(source):
         tokenizer()  # a folder without one is refused before the text is read
     stream = read_stream(
         source, tokenizer, split="train", text_column=column, extent=extent, progress=progress
