@@ -1,7 +1,6 @@
 """The anchored alignment penalty, and how stiff it is (METHODS §§5.4, 5.6)."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -97,7 +96,7 @@ class Alignment:
         return resisted
 
     @functools.cached_property
-    def _pair_products(self) -> Float[Tensor, "k q"]:
+    def _pair_products(self) -> Float[Tensor, "k r2"]:
         """The products of every two columns of the writer."""
         return _products(self.writer)
 
@@ -107,89 +106,40 @@ class Alignment:
         return self.weight / len(self.rows) ** 2
 
 
-def _products(D: Float[Tensor, "n r"]) -> Float[Tensor, "n q"]:
-    """The products of every two columns, in the order of `_SvecTables`."""
-    tables = _svec_tables(D.shape[1], D.dtype, D.device)
-    return D.index_select(1, tables.first).mul_(D.index_select(1, tables.second))
+def _products(D: Float[Tensor, "n r"]) -> Float[Tensor, "n r2"]:
+    """The products of every two columns: `D_i D_iᵀ` of every row, flat."""
+    return (D[:, :, None] * D[:, None, :]).flatten(1)
 
 
 def _absorbed(
-    D: Float[Tensor, "n r"], blocks: Float[Tensor, "n q"], stiffness: float, dtype: torch.dtype
+    D: Float[Tensor, "n r"], blocks: Float[Tensor, "n r2"], stiffness: float, dtype: torch.dtype
 ) -> Callable[[Float[Tensor, "n r"]], Float[Tensor, "n r"]]:
-    """`X → Jᵀ (I/c + J S Jᵀ)⁻¹ J X` with `J X = svec(XᵀD + DᵀX)`, S block diagonal.
+    """`X → Jᵀ (I/c + J S Jᵀ)⁻¹ J X` with `J X = XᵀD + DᵀX`, S block diagonal.
 
-    The core of Woodbury's formula `(S⁻¹ + c JᵀJ)⁻¹ = S − S Jᵀ (I/c + J S Jᵀ)⁻¹ J S`. `svec` stacks
-    the upper triangle, entries off the diagonal times √2, so that it keeps the Frobenius norm.
+    The core of Woodbury's formula `(S⁻¹ + c JᵀJ)⁻¹ = S − S Jᵀ (I/c + J S Jᵀ)⁻¹ J S`.
 
     Args:
-        blocks: the symmetric r×r blocks of S, one for each row of D, their upper triangles flat.
+        blocks: the symmetric r×r blocks of S, one for each row of D, flat.
         stiffness: c.
         dtype: of X.
     """
     r = D.shape[1]
-    tables = _svec_tables(r, D.dtype, D.device)
-    # T[pu, qv] = Σ_i D_ip D_iu S_i[q, v]; an entry of J S Jᵀ gathers four of its entries.
-    T = _products(D).T @ blocks
-    T = (T + T.T).flatten()
-    # (J S Jᵀ)[pq, uv] = T[pu, qv] + T[qv, pu] + T[pv, qu] + T[qu, pv], scaled as svec scales
-    core = T.index_select(0, tables.straight).add_(T.index_select(0, tables.crossed))
-    core = core.reshape(tables.norm.shape).mul_(tables.norm)
+    # T[p, u, q, v] = Σ_i S_i[p, u] D_iq D_iv + Σ_i S_i[q, v] D_ip D_iu
+    T = (blocks.T @ _products(D)).reshape(r, r, r, r)
+    T = T + T.permute(2, 3, 0, 1)
+    # (J S Jᵀ)[pq, uv] = T[p, u, q, v] + T[p, v, q, u]
+    core = (T.permute(0, 2, 1, 3) + T.permute(0, 2, 3, 1)).reshape(r * r, r * r)
     core.diagonal().add_(1 / stiffness)
-    # I/c + J S Jᵀ, q×q → its inverse; positive definite but for rounding
+    # I/c + J S Jᵀ, r²×r² → its inverse; positive definite but for rounding
     L, info = torch.linalg.cholesky_ex(core)
     if int(info) != 0:
         record("rounding hid the alignment's curvature from a step of the right solve")
         return torch.zeros_like
-    inverse = torch.cholesky_inverse(L)
-    # J and Jᵀ on all r² entries of XᵀD.
-    inverse = (
-        inverse.index_select(0, tables.place).index_select(1, tables.place).mul_(tables.full_norm)
-    )
-    D, inverse = D.to(dtype), inverse.to(dtype)
-    return lambda X: D @ (inverse @ (X.T @ D).flatten()).reshape(r, r)
+    inverse, D = torch.cholesky_inverse(L).to(dtype), D.to(dtype)
 
+    def absorbed(X: Float[Tensor, "n r"]) -> Float[Tensor, "n r"]:
+        seen = X.T @ D
+        # Jᵀ M = 2 D M of a symmetric M
+        return 2 * D @ (inverse @ (seen + seen.T).flatten()).reshape(r, r)
 
-@dataclass(frozen=True, eq=False)
-class _SvecTables:
-    """Index tables for svec of symmetric r×r matrices; q = r (r + 1)/2 is its length.
-
-    Attributes:
-        first, second: row and column of every entry of the upper triangle, row by row.
-        place: which entry of that triangle each of the r² entries equals.
-        straight, crossed: for two entries (p, q) and (u, v) of it, where (pu, qv) and (pv, qu)
-            lie in a flat q×q matrix over such entries.
-        norm: the products of the factors that `svec` gives two entries.
-        full_norm: the same for two of the r² entries, those on the diagonal counted twice.
-    """
-
-    first: Int[Tensor, " q"]
-    second: Int[Tensor, " q"]
-    place: Int[Tensor, " r2"]
-    straight: Int[Tensor, " q2"]
-    crossed: Int[Tensor, " q2"]
-    norm: Float[Tensor, "q q"]
-    full_norm: Float[Tensor, "r2 r2"]
-
-
-@functools.cache
-def _svec_tables(r: int, dtype: torch.dtype, device: torch.device) -> _SvecTables:
-    # The upper triangle's entries, and where each of the r² entries stands among them.
-    a, b = torch.triu_indices(r, r, device=device)
-    place = torch.empty(r, r, dtype=torch.int64, device=device)
-    place[a, b] = place[b, a] = torch.arange(len(a), device=device)
-
-    def paired(x: Tensor, y: Tensor) -> Tensor:
-        return place[x[:, None], y]
-
-    # For entries (p, q), (u, v): the flat places of (pu, qv) and (pv, qu).
-    straight = paired(a, a) * len(a) + paired(b, b)
-    crossed = paired(a, b) * len(a) + paired(b, a)
-    # svec's factors: √2 off the diagonal, 1 on it.
-    unit = torch.full((r, r), math.sqrt(2), dtype=dtype, device=device)
-    unit.fill_diagonal_(1.0)
-    # XᵀD + DᵀX adds an entry to its mirror image: one on the diagonal counts twice.
-    twice = unit + torch.eye(r, dtype=dtype, device=device)
-    return _SvecTables(
-        a, b, place.flatten(), straight.flatten(), crossed.flatten(),
-        torch.outer(unit[a, b], unit[a, b]), torch.outer(twice.flatten(), twice.flatten()),
-    )  # fmt: skip
+    return absorbed
