@@ -209,6 +209,13 @@ def test_layers_of_several_kinds_may_be_counted_by_others(variant, verdict, tmp_
             coec.plan(model, **settings, target="llama.cpp")
 
 
+def test_the_only_block_of_experts_may_go(tmp_path):
+    changes = {"num_hidden_layers": 3, "mlp_only_layers": [0, 2]}
+    model = tm.save(tm.tiny("qwen3_moe", **changes), tmp_path / "dense")
+    record = coec.plan(model, drop_blocks=1).record()
+    assert record["removed"].keys() == {"attention", "mlp", "parameters"}
+
+
 def test_a_killed_run_goes_on_without_the_same_blocks(tokens, tmp_path, monkeypatch):
     model = deep("llama", tmp_path / "dense")
     settings = {"calibration": tokens, "samples": 24, "seq_len": 32, "preset": "fast"}

@@ -246,7 +246,8 @@ class Decisions:
     def record(self) -> dict[str, Any]:
         """Account that `--dry-run --json` prints and the report keeps."""
         before, after = self.parameters_before, self.parameters_after
-        removed = {site.kind: self._removed(site.kind) for site in self.model.layout.kinds}
+        kinds = dict.fromkeys(site.kind for block in self.blocks for site in block.sites)
+        removed = {kind: self._removed(kind) for kind in kinds}
         return {
             "model_type": self.model.architecture.model_type,
             "output_model_type": self.output.model_type,
