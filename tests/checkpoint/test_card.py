@@ -10,6 +10,8 @@ import yaml
 
 import coec
 import tiny_models as tm
+from coec.checkpoint.card import changed
+from coec.config.recipe import Recipe
 from coec.planning.kept import IDLE
 from outcomes import succeeded
 
@@ -93,6 +95,22 @@ def test_the_command_on_the_card_makes_the_model_again(settings, here, tmp_path,
     # The folder names the units of every site: shares would have no effect.
     idle = dict.fromkeys(("kept", *(IDLE if "kept" in settings else ())))
     assert recipes[0] | idle == recipes[1] | idle
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention_units": "groups"},
+        {"by_block": True, "target": "vllm"},
+        {"by_block": True, "target": "vllm", "attention_units": "groups"},
+    ],
+    ids=["groups", "vllm", "groups for vllm"],
+)
+def test_changed_settings_make_the_recipe_again(settings):
+    record = Recipe(**settings).record()
+    again = changed(record)
+    assert Recipe(**again).record() == record
+    assert again == settings
 
 
 def test_the_card_says_preset_and_reconstruction(here, tmp_path):

@@ -268,20 +268,22 @@ def changed(recipe: Mapping[str, Any]) -> JsonDict:
     """Return the settings of a recorded recipe that differ from its preset's defaults, options
     included.
     """
-    chosen = {"preset": recipe["preset"], "by_block": recipe["by_block"]}
+    # Others' defaults depend on these.
+    chosen = {name: recipe[name] for name in ("preset", "by_block", "target")}
     defaults = Recipe(**chosen).record()
     method, options = recipe["compensation"], dict(defaults.pop("options"))
     if method in COMPENSATIONS:
         own = options if method == defaults["compensation"] else {}
         options = COMPENSATIONS[method].defaults | own
-    # None is no flag: attention_sparsity is None if attention_units says that attention is pruned.
+    defaults |= {name: Recipe.model_fields[name].default for name in ("by_block", "target")}
+    # None is no flag: attention_sparsity is None if attention_units, `groups` too, are given.
+    if recipe["attention_sparsity"] is None is not defaults["attention_sparsity"]:
+        del defaults["attention_units"]
     differing = {
-        name: recipe[name]
-        for name in defaults
-        if name != "preset" and recipe[name] not in (None, defaults[name])
+        name: value
+        for name, value in recipe.items()
+        if name not in ("preset", "options") and value not in (None, defaults.get(name))
     }
-    if recipe["by_block"]:
-        differing["by_block"] = True
     return differing | {
         name: value for name, value in recipe["options"].items() if value != options.get(name)
     }
