@@ -16,7 +16,7 @@ import coec
 import tiny_models as tm
 from coec import devices
 from coec.cli.commands import COMMANDS, command_of
-from coec.cli.common import measuring, named
+from coec.cli.common import measuring, named, text_flag
 from coec.cli.signals import END_SIGNALS
 from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
@@ -101,6 +101,12 @@ def test_the_command_that_measures_takes_other_text(text, flag):
     assert measuring("m", "o", text) == f"measure it: coec eval o --baseline m{flag}"
     alone = " --text OTHER.txt" if text == "self" else flag  # written by the baseline
     assert measuring("m", "o", text, compared=False) == f"measure it: coec eval o{alone}"
+
+
+def test_commands_that_are_proposed_name_the_column():
+    assert text_flag("hub:a/b", "my words") == " --text hub:a/b --text-column 'my words'"
+    assert text_flag("wikitext2", "body") == ""
+    assert measuring("m", "o", "hub:a/b", "body").endswith(" --text hub:a/b --text-column body")
 
 
 def test_what_is_in_the_current_folder_is_named_from_there(tmp_path, monkeypatch):

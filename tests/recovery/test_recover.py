@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 
 import coec
 import tiny_models as tm
+from coec.checkpoint.card import card
 from coec.checkpoint.journal import Journal
 from coec.checkpoint.report import Report
 from coec.config.recovery import Recovery
@@ -122,6 +124,19 @@ def test_the_card_and_the_report_say_what_was_done(recovered):
     assert [point["tokens"] for point in record["curve"]][-1] == record["tokens"] == 2048
     assert Report.read(out).recoveries[-1]["text"]["source"] == "tokens.npy"
     assert record["passes"] == pytest.approx(2048 / 21 / 32, rel=0.01)
+
+
+def test_the_command_on_the_card_has_what_is_not_usual(recovered):
+    _, report = recovered
+    record = report.recoveries[-1]
+    changes = {"text_column": "body", "optimizer": "adamw-8bit"}
+    changes["text"] = record["text"] | {"source": "my text.jsonl"}
+    written = card(replace(report, recoveries=[record | changes]))
+    command = written.partition("coec recover DENSE PRUNED OUT")[2].partition("```")[0]
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[:4] == ["--text", "my text.jsonl", "--text-column", "body"]
+    assert words[words.index("--optimizer") + 1] == "adamw-8bit"
+    assert "--predictions" not in words
 
 
 @pytest.mark.slow

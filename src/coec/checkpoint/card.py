@@ -10,6 +10,7 @@ from huggingface_hub import metadata_load
 
 from coec.checkpoint.report import Report
 from coec.config.recipe import Recipe
+from coec.config.recovery import Recovery
 from coec.methods import COMPENSATIONS
 from coec.methods.selection import SELECTIONS
 from coec.models.files import JsonDict
@@ -24,10 +25,10 @@ LARGEST_CARD = 2**20
 TAKEN = ("license", "license_name", "license_link", "language")
 """Entries of a dense model's card that also hold for models made from it."""
 _TRAINED_WITH = (
-    "tokens", "lora", "teacher", "predictions", "seq_len", "seed", "forward_dtype",
-    "learning_rate", "cross_entropy", "batch_size",
+    "text_column", "answer_tokens", "tokens", "lora", "teacher", "predictions", "seq_len", "seed",
+    "forward_dtype", "optimizer", "learning_rate", "cross_entropy", "batch_size",
 )  # fmt: skip
-"""Settings of a training that the card's command gives."""
+"""Settings of a training that the card's command gives where they are not the default."""
 
 
 def origin(name: str, folder: Path) -> tuple[JsonDict, list[str]]:
@@ -181,9 +182,10 @@ def _recovered(report: Report) -> str:
             f"validation windows of {record['seq_len']:,} tokens"
         )
     record = report.recoveries[-1]
+    usual = {name: Recovery.model_fields[name].default for name in _TRAINED_WITH}
     flags = {name: record.get(name) for name in _TRAINED_WITH}
-    chosen = [_flag(name, value) for name, value in flags.items() if value is not None]
-    text = _flag("text", record["text"]["source"].partition(" ")[0])
+    chosen = [_flag(name, v) for name, v in flags.items() if v not in (None, usual[name])]
+    text = _flag("text", record["text"]["source"].partition(" (seed ")[0])
     command = " \\\n    ".join(["coec recover DENSE PRUNED OUT", text, *chosen])
     return "\n".join([*lines, "", "```sh", command, "```", ""])
 

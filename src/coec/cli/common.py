@@ -114,7 +114,9 @@ def quieten() -> None:
     hub_logging.set_verbosity_error()
 
 
-def measuring(model: str, out: str, text: str, *, compared: bool = True) -> str:
+def measuring(
+    model: str, out: str, text: str, column: str = "text", *, compared: bool = True
+) -> str:
     """Return a line with the command that measures `out`, on other text than it was made from.
 
     If the two models have different vocabularies, they are not `compared` by token.
@@ -124,13 +126,16 @@ def measuring(model: str, out: str, text: str, *, compared: bool = True) -> str:
 
     other = is_named(text) or (compared and text == OWN)  # test split, or seed
     baseline = f" --baseline {named(model)}" if compared else ""
-    evaluated = text_flag(text if other else "OTHER.txt")
+    evaluated = text_flag(text, column) if other else text_flag("OTHER.txt")
     return f"measure it: coec eval {named(out)}{baseline}{evaluated}"
 
 
-def text_flag(text: str) -> str:
-    """Return the flag that names a text; "" for the text that commands take without one."""
-    return "" if text == "wikitext2" else f" --text {shlex.quote(text)}"
+def text_flag(text: str, column: str = "text") -> str:
+    """Return the flags that name a text; "" for the text that commands take without one."""
+    if text == "wikitext2":
+        return ""
+    named_column = "" if column == "text" else f" --text-column {shlex.quote(column)}"
+    return f" --text {shlex.quote(text)}{named_column}"
 
 
 def named(path: str) -> str:

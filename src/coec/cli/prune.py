@@ -242,12 +242,13 @@ def _lines(report: "Report") -> Iterator[str]:
 
 def _next(report: "Report") -> Iterator[str]:
     """Yield the commands that measure the result, and train it on its text."""
-    text = str(report.recipe["calibration"])
+    text, column = str(report.recipe["calibration"]), report.recipe["text_column"]
     compared = "vocabulary" not in report.plan["widths"]
-    yield common.measuring(report.model, report.out, text, compared=compared)
+    yield common.measuring(report.model, report.out, text, column, compared=compared)
     if not report.plan["inside"]:  # of models of text and images none is trained
         model, out, trained = map(common.named, (report.model, report.out, f"{report.out}-trained"))
-        yield f"train it a little: coec recover {model} {out} {trained}{common.text_flag(text)}"
+        flags = common.text_flag(text, column)
+        yield f"train it a little: coec recover {model} {out} {trained}{flags}"
     if "," not in text and not text.startswith(
         "self"
     ):  # docs/lab/RESULTS.md: the text decides more

@@ -89,8 +89,9 @@ def recovery_lines(report: "Report") -> Iterator[str]:
         yield f"the text is shorter than {record['asked']:,} tokens: more text helps more"
     yield f"seconds          {record['seconds']:.1f}"
     yield common.measuring(
-        report.model, report.out, text["source"], compared="vocabulary" not in report.plan["widths"]
-    )
+        report.model, report.out, text["source"], record["text_column"],
+        compared="vocabulary" not in report.plan["widths"],
+    )  # fmt: skip
 
 
 def ways_to_train(
