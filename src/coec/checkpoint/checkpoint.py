@@ -7,8 +7,7 @@ run is killed.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,11 +144,12 @@ class Checkpoint:
         # Names in files → names in the language model alone; and the tensors that are around it
         stored = dense.around.stored if dense.around else str
         self._sources = {stored(file): source for file, source in plan.sources.items()}
-        # Of a tensor that is made of several, the first tells its block.
-        self._names = {
-            whole: source if isinstance(source, str) else source.names[0]
-            for whole, source in self._sources.items()
-        }
+        # Names in files by the number of the block; None for what is outside of all blocks
+        self._by_block: dict[int | None, list[str]] = {}
+        for whole, source in self._sources.items():
+            name = source if isinstance(source, str) else source.names[0]
+            inside = (b.index for b in dense.layout.blocks if name.startswith(b.prefix))
+            self._by_block.setdefault(next(inside, None), []).append(whole)
         empty = {
             name: torch.empty(shape, dtype=dtype_of(name, plan.written), device="meta")
             for name, shape in plan.pruned_shapes.items()
@@ -223,11 +223,9 @@ class Checkpoint:
         if _weights(block) in self._journal:
             return read_tensors(self._journal.path(_weights(block)))
         tensors: dict[str, Tensor] = {}
-        for whole, file_name in self._split.tensor_to_filename.items():
-            name = self._names.get(whole, "")
-            if name.startswith(block.prefix):
-                with opened(self._journal.path(file_name)) as file:
-                    tensors |= split(self._sources[whole], file.get_tensor(whole))
+        for whole in self._by_block[block.index]:
+            with opened(self._journal.path(self._split.tensor_to_filename[whole])) as file:
+                tensors |= split(self._sources[whole], file.get_tensor(whole))
         return tensors
 
     def note_predictions(self, facts: JsonDict) -> None:
@@ -291,7 +289,7 @@ class Checkpoint:
         for file_name, names in self._split.filename_to_tensors.items():
             if file_name not in self._journal:
                 write = functools.partial(
-                    write_tensors, self._shard(names), metadata={"format": "pt"}
+                    write_tensors, self._shard({*names}), metadata={"format": "pt"}
                 )
                 self._journal.put(file_name, folder / file_name, write)
             for block in self.plan.blocks:
@@ -314,7 +312,7 @@ class Checkpoint:
         if self._renumbering:
             self._renumbering.write(folder)
 
-    def _shard(self, names: Collection[str]) -> dict[str, Tensor]:
+    def _shard(self, names: Set[str]) -> dict[str, Tensor]:
         """Return tensors of the result by their names in files.
 
         They are from their blocks' files, or from the dense model.
@@ -322,35 +320,23 @@ class Checkpoint:
         Every file is opened once: a tensor holds a map of all of it.
         """
         tensors: dict[str, Tensor] = {}
-        inside = {name: whole for whole in names if (name := self._names.get(whole))}
-        for block, group in itertools.groupby(sorted(inside), self._block_of):
-            if block is None:
-                for name in group:
-                    tensors[inside[name]] = self._outside(name).to(self.plan.written)
-                continue
-            with opened(self._journal.path(_weights(block))) as file:
-                for whole in (inside[name] for name in group):
-                    tensors[whole] = build(self._sources[whole], file.get_tensor)
-        carried = [whole for whole in names if whole not in self._names]
-        return tensors | {whole: self._dense.around_it(whole) for whole in carried}
+        for whole in names & {*self._by_block.get(None, [])}:
+            tensors[whole] = build(self._sources[whole], self._outside).to(self.plan.written)
+        for block in self.plan.blocks:
+            if inside := names & {*self._by_block[block.index]}:
+                with opened(self._journal.path(_weights(block))) as file:
+                    tensors |= {w: build(self._sources[w], file.get_tensor) for w in inside}
+        return tensors | {w: self._dense.around_it(w) for w in names - self._sources.keys()}
 
     def _outside(self, name: str) -> Tensor:
         """Return a tensor outside of all blocks, with the rows of the tokens that stay."""
         tensor, renumbering = self._dense.tensor(name), self._renumbering
         return renumbering.rows(tensor) if renumbering and name in self._dense.by_token else tensor
 
-    def _block_of(self, name: str) -> BlockLayout | None:
-        blocks = self._dense.layout.blocks
-        return next((block for block in blocks if name.startswith(block.prefix)), None)
-
     def _in_shards(self, block: BlockLayout) -> bool:
         """Return whether every tensor of a block is in a shard that is on the disk."""
-        files = {
-            file
-            for whole, file in self._split.tensor_to_filename.items()
-            if self._names.get(whole, "").startswith(block.prefix)
-        }
-        return all(file in self._journal for file in files)
+        files = self._split.tensor_to_filename
+        return all(files[whole] in self._journal for whole in self._by_block[block.index])
 
     def _config(self) -> JsonDict:
         """Return the configuration with the dtype written."""
