@@ -137,6 +137,11 @@ def test_another_device_is_refused(begun, tmp_path, monkeypatch):
     refused(tmp_path, 'device was "cpu", now "cuda"', **begun)
 
 
+def test_the_same_device_by_another_name_goes_on(begun, solved, tmp_path):
+    coec.prune(tmp_path / "model", tmp_path / "out", **begun, device="cpu")
+    assert solved == [0, 1]
+
+
 def test_a_run_with_functions_of_the_users_own_is_begun_anew(
     dense, solved, text, tmp_path, monkeypatch
 ):

@@ -91,7 +91,7 @@ class Checkpoint:
         if own and unfinished(out):
             record(f"the unfinished run into '{out}' is begun anew: {own[0]} is a function")
         identity = {
-            **plan.recipe.record(),
+            **plan.recipe.record("device"),
             **text,
             "kept": None if plan.kept is None else plan.kept.identity,
             "model": dense.fingerprint,
