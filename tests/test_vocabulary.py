@@ -11,11 +11,12 @@ from transformers import AutoTokenizer
 import bpe_tokenizers as bt
 import coec
 import tiny_models as tm
-from coec.errors import CalibrationError, ModelError, OptionError
+from coec.errors import CalibrationError, ModelError, OptionError, UnfinishedError
 from coec.models.dense import Dense
 from coec.models.renumbering import Renumbering
 from coec.recovery import prune_and_recover
-from outcomes import one_line
+from coec.recovery.session import Session
+from outcomes import one_line, raising
 from prunings import content, interrupt
 
 TEXT = "the cat sat on a mat and looked at the moon. it's a long while, they said. " * 60
@@ -326,3 +327,17 @@ def test_a_network_in_memory_gets_the_new_ids_of_its_generation_settings():
     Renumbering(torch.tensor([0, 1, 3, 7]), tm.VOCABULARY, 4).cut(model)
     made = model.generation_config
     assert (made.suppress_tokens, made.bos_token_id, made.eos_token_id) == ([2, 3], 2, [3, 1])
+
+
+def test_another_text_to_count_in_is_another_run(dense, text, tmp_path, monkeypatch):
+    """The pruning is finished, and its training is not."""
+    counted = tmp_path / "counted.txt"
+    counted.write_text(TEXT)
+    settings = SETTINGS | {"calibration": text, "vocabulary": SIZE, "vocabulary_text": counted}
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "train", raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            prune_and_recover(dense, tmp_path / "out", 256, **settings)
+    counted.write_text(TEXT.upper())
+    with pytest.raises(UnfinishedError, match="vocabulary_text was"):
+        prune_and_recover(dense, tmp_path / "out", 256, **settings)

@@ -30,6 +30,7 @@ from coec.progress import showing
 from coec.pruning import prune
 from coec.recovery.job import Job, check_alone, check_text, identity_of, recovery_of
 from coec.recovery.plan import check_plan
+from coec.text.kept_tokens import VocabularyText
 
 
 @listing(Recovery)
@@ -127,6 +128,7 @@ def prune_and_recover(
     if planned.decided:
         check_plan(dense, planned.pruned_model, recovery)
     asked = {name: str(value) for name, value in recipe.record("device").items()}
+    asked |= VocabularyText.read(dense, recipe).identity
     identity: JsonDict = {
         "pruning": asked | {"kept": None if planned.kept is None else planned.kept.identity},
         "recovery": identity_of(recovery), "dense": dense.fingerprint,
