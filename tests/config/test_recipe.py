@@ -155,6 +155,7 @@ def test_an_option_of_another_compensation_names_it(settings, instead):
         ({"preset": "paper", "lambda_a": 0.0, "r_p": 3}, "r_p"),
         ({"preset": "paper", "rotation": "left", "solver": "gradient"}, "solver"),
         ({"attention_units": "heads", "attention_sparsity": 0}, "attention_units"),
+        ({"attention_units": "groups", "attention_sparsity": 0}, "attention_units = groups"),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_refused(settings, name):

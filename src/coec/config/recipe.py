@@ -334,8 +334,9 @@ def _check_together(recipe: Recipe) -> None:
         raise OptionError(
             "vocabulary counts the tokens of a text, and self is none: set vocabulary_text"
         )
-    if recipe.attention_units == "heads" and recipe.attention_sparsity == 0:
-        raise without_effect("attention_units = heads", "attention_sparsity = 0")
+    units = recipe.attention_units if "attention_units" in given else "auto"
+    if units != "auto" and recipe.attention_sparsity == 0:
+        raise without_effect(f"attention_units = {units}", "attention_sparsity = 0")
 
 
 class Options(Settings):
