@@ -78,6 +78,13 @@ def test_a_file_holds_settings(tmp_path):
     assert flags.read_config(file, ("sparsity", "seq_len")) == {"sparsity": 0.5, "seq_len": 3}
 
 
+def test_a_setting_stands_once_in_a_file(tmp_path):
+    file = tmp_path / "recipe.toml"
+    file.write_text("seq_len = 4\nseq-len = 3\n")
+    with pytest.raises(OptionError, match="holds a setting twice"):
+        flags.read_config(file, ("sparsity", "seq_len"))
+
+
 @pytest.mark.parametrize("text", ["sparsty = 1", "a = [", "\0", None])
 def test_a_bad_file_is_refused_in_one_line_that_names_it(text, tmp_path):
     file = tmp_path / "recipe.toml"

@@ -158,6 +158,8 @@ def read_config(path: Path, names: Iterable[str]) -> Values:
             f"'{path}' is no TOML file that can be read: {first_line(error)}"
         ) from error
     settings = {key.replace("-", "_"): value for key, value in content.items()}
+    if len(settings) < len(content):
+        raise OptionError(f"'{path}' holds a setting twice, with a dash and an underscore")
     for name in settings:
         if name not in names:
             hint = did_you_mean(name, names)
