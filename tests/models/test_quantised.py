@@ -181,6 +181,21 @@ def test_all_experts_in_fp8_are_read_together_if_none_is_asked_for(shape, tmp_pa
     assert torch.equal(read["w"], torch.stack(expected))
 
 
+@pytest.mark.parametrize("grid", [(1, 4), (6, 1), (1, 1), (3, 2)])
+@pytest.mark.parametrize(
+    "part",
+    [Piece(1, slice(0, 2), transposed=True), Piece(1, slice(2, 4), transposed=True),
+     Piece(1, slice(1, None, 2), transposed=True), Piece(0, slice(1, None, 2))],
+)  # fmt: skip
+def test_a_piece_of_fp8_has_the_scales_of_its_place(part, grid, tmp_path):
+    """Of experts × inputs × outputs, as in Llama 4, and where gate and up projection alternate."""
+    small, scale = torch.randn(2, 6, 4).to(torch.float8_e4m3fn), torch.rand(2, *grid) + 0.1
+    headers, read = read_all(tmp_path, {"w": small, "w_scale": scale})
+    header = dataclasses.replace(headers["w"], piece=part)
+    with opened(tmp_path / "model.safetensors") as content:
+        assert torch.equal(header.read(content, tmp_path), part.of(read["w"]))
+
+
 def test_scales_of_another_shape_are_refused(tmp_path):
     model = tm.save(tm.tiny("llama", torch.bfloat16), tmp_path / "model")
     released(model, "blocks")

@@ -52,9 +52,13 @@ class Fp8(_Scaled):
 
     def read(self, content: Any, folder: Path) -> Tensor:
         """Read the weight in bfloat16; its scales are in any file of the folder."""
-        weight = super().read(content, folder)
         piece = self.piece
         scale = _read(folder, self.scale, None if piece is None else piece.expert)
+        if piece is not None and (piece.transposed or piece.rows.step):
+            # Blocks are of rows and columns as they are stored
+            stored = content.get_slice(self.stored)[piece.expert]
+            return piece.of({piece.expert: scaled(stored, scale, self.block)}).contiguous()
+        weight = super().read(content, folder)
         if weight.ndim == 2:
             return scaled(weight, scale, self.block, 0 if piece is None else piece.rows.start)
         return torch.stack([scaled(*pair, self.block) for pair in zip(weight, scale, strict=True)])
