@@ -144,6 +144,30 @@ def test_removing_is_masking_with_an_image_too(kind, changes, models, tokens, tm
     assert planned == pytest.approx(sum(tensor.nbytes for tensor in after.values()), rel=0.02)
 
 
+def gemma(folder, *left_out):
+    """Gemma 3 with heads as its class has them, and keys left out of both configurations."""
+    whole = config("gemma3")
+    whole.text_config.head_dim = 256
+    torch.manual_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(whole).save_pretrained(folder)
+    said = json.loads((folder / "config.json").read_text())
+    for keys in (said, said["text_config"]):
+        for key in left_out:
+            keys.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_what_a_release_leaves_out_is_what_its_class_has(tokens, tmp_path):
+    """As Gemma 3 4B is released: no number of heads, and no word on the head of the model."""
+    left_out = ("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings")
+    dense, out = gemma(tmp_path / "dense", *left_out), tmp_path / "out"
+    settings = SETTINGS | {"compensation": "none", "calibration": tokens}
+    coec.prune(dense, out, **settings)
+    assert load(out).config.text_config.num_attention_heads == 4
+    torch.testing.assert_close(logits(load(out)), logits(masked(dense, out)), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_a_block_less_with_an_image_too(kind, tokens, tmp_path, monkeypatch):

@@ -12,13 +12,19 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from coec.errors import OptionError, last_line
-from coec.models.files import JsonDict
+from coec.errors import ModelError, OptionError, last_line
+from coec.models.files import JsonDict, decoded
 
 _T = TypeVar("_T")
 MODALITIES = ("vision_config", "audio_config")
 _TEXT = "text_config"
 _DTYPES = ("dtype", "torch_dtype")
+_TIED = "tie_word_embeddings"
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size",
+)  # fmt: skip
+"""Sizes that a release may leave to the class of the whole model, as Gemma 3's and LLaVA's do."""
 _ALONE = {"qwen2_5_vl_text": "qwen2"}
 """Types of language models inside others → equivalent types for text alone."""
 _MULTIMODAL_ROPE = "mrope_section"
@@ -69,7 +75,8 @@ class Around:
         changed = {
             key: value
             for key, value in after.items()
-            if key not in ("architectures", "model_type") and before.get(key) != value
+            if key not in ("architectures", "model_type")
+            and (key in _SIZES or before.get(key) != value)
         }
         dtypes = {key: changed[key] for key in _DTYPES if key in changed and key in self.config}
         return {**self.config, **dtypes, _TEXT: {**self.config[_TEXT], **changed}}
@@ -131,10 +138,20 @@ def around(config: JsonDict, stored: Any = ()) -> Around | None:
 
 
 def alone(config: JsonDict) -> JsonDict:
-    """Return the configuration of the language model, as if it stood alone."""
-    text = dict(config[_TEXT])
+    """Return the configuration of the language model, as if it stood alone.
+
+    Raises ModelError where transformers does not accept the whole.
+    """
+    try:
+        whole = AutoConfig.for_model(**decoded(config))
+    except Exception as error:  # configuration classes may raise anything
+        raise ModelError(
+            f"transformers does not accept this multimodal config.json: {last_line(error)}"
+        ) from error
+    sizes = {key: getattr(getattr(whole, _TEXT, None), key, None) for key in _SIZES}
+    text = {key: size for key, size in sizes.items() if type(size) is int} | config[_TEXT]
     text["model_type"] = _ALONE.get(str(text.get("model_type")), text.get("model_type"))
-    text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    text[_TIED] = bool(getattr(whole, _TIED, False) or text.get(_TIED))
     for key in _DTYPES:
         if key in config:
             text.setdefault(key, config[key])
