@@ -168,6 +168,16 @@ def test_what_a_release_leaves_out_is_what_its_class_has(tokens, tmp_path):
     torch.testing.assert_close(logits(load(out)), logits(masked(dense, out)), rtol=0, atol=1e-12)
 
 
+def test_a_head_apart_is_written_as_one(tokens, tmp_path):
+    """Releases of transformers read one place or the other."""
+    dense, out = gemma(tmp_path / "dense"), tmp_path / "out"
+    tm.edit_weights(dense, lambda t: t.update({"lm_head.weight": torch.ones(300, 32)}))
+    coec.prune(dense, out, **SETTINGS | {"compensation": "none", "calibration": tokens})
+    said = json.loads((out / "config.json").read_text())
+    assert said["tie_word_embeddings"] is said["text_config"]["tie_word_embeddings"] is False
+    assert load(out).lm_head.weight.eq(1).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_a_block_less_with_an_image_too(kind, tokens, tmp_path, monkeypatch):

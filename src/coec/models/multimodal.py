@@ -79,7 +79,10 @@ class Around:
             and (key in _SIZES or before.get(key) != value)
         }
         dtypes = {key: changed[key] for key in _DTYPES if key in changed and key in self.config}
-        return {**self.config, **dtypes, _TEXT: {**self.config[_TEXT], **changed}}
+        # Releases of transformers read one place or the other
+        tied = {_TIED: after[_TIED]}
+        text = {**self.config[_TEXT], **changed, **tied}
+        return {**self.config, **dtypes, **tied, _TEXT: text}
 
     def outside(self) -> int:
         """Return the number of parameters of all but the language model."""
