@@ -19,7 +19,9 @@ from coec.errors import ModelError, OptionError
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.folder import read_config
+from coec.models.formats import renumbered, without_blocks
 from coec.models.inferred import infer
+from coec.planning import checks
 from coec.planning.plan import Plan
 from coec.streams.importances import Sensitivity
 from coec.streams.layers import Layers
@@ -294,6 +296,41 @@ def test_dropped_blocks_are_renumbered(models, ids, tmp_path):
     settings = {"calibration": ids, "samples": 8, "seq_len": 32, "preset": "balanced"}
     coec.prune(models["gpt_oss"], tmp_path / "out", drop_blocks=1, **settings)
     assert load(tmp_path / "out").config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama4_text", {"moe_layers": [0, 1, 2]}),
+        ("llama4_text", {"moe_layers": [0, 2]}),
+        ("ernie4_5_moe", {"moe_layer_end_index": 1}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 2}),
+        ("deepseek_v2", {"first_k_dense_replace": 2}),
+    ],
+)
+def test_a_dropped_block_leaves_others_with_or_without_experts(name, changes, models, monkeypatch):
+    config = read_config(models[name]) | changes
+    dense = Description.of(config)
+    plan = coec.plan(dense, preset="balanced", drop_blocks=1)
+    short = Description.of(without_blocks(config, [1]))
+    assert short.shapes == {
+        new: shape for old, shape in dense.shapes.items() if (new := renumbered(old, [1]))
+    }
+    assert plan.dropped == (1,)
+    # A class that reads none of these keys
+    monkeypatch.setattr(checks, "without_blocks", lambda config, dropped: config)
+    with pytest.raises(OptionError, match=f"drop_blocks is not supported for {name}: which of"):
+        coec.plan(dense, preset="balanced", drop_blocks=1)
+
+
+def test_kinds_that_follow_from_numbers_are_kept_or_refused():
+    """Jamba's class takes no list of them; no more does Falcon-H1's, whose blocks are alike."""
+    config = {**SIZES, "model_type": "jamba", "num_hidden_layers": 6, "attn_layer_period": 2,
+              "attn_layer_offset": 1}  # fmt: skip
+    with pytest.raises(OptionError, match="jamba: the kinds of its blocks follow from"):
+        without_blocks(config, [2])
+    config = {**SIZES, "model_type": "falcon_h1"}
+    assert without_blocks(config, [1]) == {**config, "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,11 @@ TARGETS = {"hf": "transformers", "vllm": "vLLM", "llama.cpp": "llama.cpp"}
 _LAYERS = "num_hidden_layers"
 _BY_BLOCK = ("layer_types", "no_rope_layers")
 """Lists with an entry for every block that a class derives from numbers where they are absent."""
-_FIRST, _INDICES, _STEP = "first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step"
+_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_INDICES, _STEP = "mlp_only_layers", "decoder_sparse_step"
 """Blocks without experts: so many of the first, these, and all but every so many."""
+_WITH_EXPERTS, _LAST = "moe_layers", "moe_layer_end_index"
+"""Blocks with experts: these, and none after this one; -1 is the last."""
 
 
 @dataclass(frozen=True)
@@ -319,33 +322,52 @@ def without_blocks(config: JsonDict, dropped: Collection[int]) -> JsonDict:
     """Return a raw configuration with fewer blocks; lists with an entry for each lose theirs.
 
     What follows from the number of a block is listed, or counted anew: it would be another's.
+    Raises OptionError where the class takes no list.
     """
     if not dropped:
         return config
     resolved = _resolved(config)
     layers = resolved.num_hidden_layers
     stay = [index for index in range(layers) if index not in dropped]
-    short = {
-        key: [value[index] for index in stay]
-        if isinstance(value, list) and len(value) == layers
-        else value
-        for key, value in (config | _kinds(resolved)).items()
-    }
+
+    def shortened(value: Any) -> Any:
+        whole = isinstance(value, list) and len(value) == layers
+        return [value[index] for index in stay] if whole else value
+
+    kinds = _kinds(resolved)
+    given = {key: value for key, value in kinds.items() if not _is_derived(resolved, key)}
+    short = {key: shortened(value) for key, value in (config | given).items()}
     short |= {_LAYERS: len(stay)} if _LAYERS in config else {}
-    if _FIRST in config:
-        short[_FIRST] = sum(index < config[_FIRST] for index in stay)
+    for key in _FIRST:
+        if isinstance(first := getattr(resolved, key, None), int):
+            short[key] = sum(index < first for index in stay)
+    if (last := getattr(resolved, _LAST, -1)) != -1:
+        short[_LAST] = sum(index <= last for index in stay) - 1
+    if (numbers := getattr(resolved, _WITH_EXPERTS, None)) is not None:
+        short[_WITH_EXPERTS] = [number for number, index in enumerate(stay) if index in numbers]
     if (step := config.get(_STEP, 1)) > 1 or config.get(_INDICES):
         dense = {index for index in range(layers) if (index + 1) % step}.union(
             config.get(_INDICES) or ()
         )
         short[_INDICES] = [number for number, index in enumerate(stay) if index in dense]
         short[_STEP] = 1
+    if _kinds(_resolved(short)) != {key: shortened(value) for key, value in kinds.items()}:
+        raise OptionError(
+            f"drop_blocks is not supported for {config['model_type']}: the kinds of its blocks "
+            "follow from their numbers; leave it out"
+        )
     return short
 
 
 def _kinds(resolved: Any) -> dict[str, list[Any]]:
     """Return the lists of `_BY_BLOCK` as the class has them, given or derived; none it lacks."""
     return {key: value for key in _BY_BLOCK if (value := getattr(resolved, key, None))}
+
+
+def _is_derived(resolved: Any, key: str) -> bool:
+    """Return whether a class computes the value of a key, and takes no other."""
+    own = getattr(type(resolved), resolved.attribute_map.get(key, key), None)
+    return isinstance(own, property) and own.fset is None
 
 
 def _resolved(config: JsonDict) -> Any:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from coec.errors import OptionError
 from coec.methods import Method, compensate
 from coec.methods.selection import SELECTIONS, column_scores, kept_count
 from coec.models.description import Description
-from coec.models.formats import stand_in
+from coec.models.files import JsonDict
+from coec.models.formats import renumbered, stand_in, without_blocks
 from coec.models.layout import Site
 from coec.planning.kept import KeptUnits
 from coec.planning.widths import OF_EXPERTS, Shares, Widths, parameters
@@ -62,6 +63,28 @@ def check_model(model: Description, recipe: Recipe, forward: torch.dtype) -> Non
         raise OptionError(
             "drop_blocks needs blocks that are solved on the states of the pruned model: set "
             f"reconstruct=4 for {name}"
+        )
+    for index in range(1, model.shape.layers - 1) if recipe.drop_blocks else ():
+        without_blocks(model.config, (index,))  # refuses what cannot be
+
+
+def check_dropped(
+    model: Description, config: JsonDict, shapes: Mapping[str, torch.Size], dropped: Collection[int]
+) -> None:
+    """Raise OptionError unless a class builds the blocks that stay as they are.
+
+    Args:
+        model: the dense model.
+        config: the configuration that is written, dropped blocks included.
+        shapes: shapes of its tensors.
+        dropped: blocks that are left out.
+    """
+    expected = {renumbered(name, dropped): shape for name, shape in shapes.items()}
+    expected.pop(None, None)
+    if Description.of(without_blocks(config, dropped), model.architecture).shapes != expected:
+        raise OptionError(
+            f"drop_blocks is not supported for {model.architecture.model_type}: which of its "
+            "blocks have experts follows from their numbers; leave it out"
         )
 
 

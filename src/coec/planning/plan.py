@@ -19,7 +19,7 @@ from coec.models.description import Description
 from coec.models.formats import OutputFormat, choose_format
 from coec.models.layout import Shape
 from coec.planning.by_importance import Importances, by_importance
-from coec.planning.checks import check_model, check_widths
+from coec.planning.checks import check_dropped, check_model, check_widths
 from coec.planning.decisions import Decisions
 from coec.planning.kept import IDLE, KeptUnits
 from coec.planning.widths import Rounding, Shares, Widths, shares_for, uniform
@@ -178,6 +178,8 @@ class Plan(Decisions):
         built = Description.of(output.config, model.architecture)
         if model.architecture.inferred:
             check_widths(model, widths, built.shapes)
+            if self.dropped:
+                check_dropped(model, output.config, built.shapes, self.dropped)
         by_token = {n: (self.vocabulary, *built.shapes[n][1:]) for n in model.by_token}
         shapes = built.shapes | {name: torch.Size(shape) for name, shape in by_token.items()}
         if around is not None:
