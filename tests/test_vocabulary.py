@@ -36,6 +36,7 @@ def made(folder, kind="qwen2", *, of="llama", dtype=torch.float64, rows=bt.SIZE,
     """A model with a tokenizer that merges, ids in every file, and rows to spare."""
     model = tm.tiny(of, dtype, vocab_size=rows, eos_token_id=[1, 379], pad_token_id=0, **changes)
     model.generation_config.suppress_tokens = [378, 5]
+    model.generation_config.sequence_bias = [[[378, 5], -2.0]]
     tm.save(model, folder, tokenizer=False)
     (bt.save_pieces if kind == "pieces" else bt.save_bytes)(
         folder, *[] if kind == "pieces" else [kind], chat_template=TEMPLATE,
@@ -98,6 +99,7 @@ def test_every_id_is_written_anew(dense, prune, tmp_path):
     assert (config["bos_token_id"], config["eos_token_id"]) == (0, [1, new[379]])
     assert generation["eos_token_id"] == [1, new[379]]
     assert generation["suppress_tokens"] == [new[378], new[5]]
+    assert generation["sequence_bias"] == [[[new[378], new[5]], -2.0]]
     assert tokenizer["added_tokens_decoder"] == {
         "0": {"content": "<s>"}, str(new[380]): {"content": "<tool>"},
     }  # fmt: skip
@@ -110,6 +112,18 @@ def test_every_id_is_written_anew(dense, prune, tmp_path):
     # Words of the chat template stay whole: it writes "user" and "assistant".
     ids = AutoTokenizer.from_pretrained(dense)("<tool>user u<tool>assistant a")["input_ids"]
     assert set(ids) <= new.keys()
+
+
+def test_a_token_in_another_file_alone_keeps_its_row(dense, prune, tmp_path):
+    """Its id is the one after those of tokenizer.json, and not that of a row without a token."""
+    folder = shutil.copytree(dense, tmp_path / "model")
+    tm.edit_config(folder, sep_token_id=399)  # which has no token
+    said = json.loads((folder / "tokenizer_config.json").read_text()) | {"pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    prune(model=folder)
+    before, after = (AutoTokenizer.from_pretrained(f) for f in (folder, tmp_path / "out"))
+    assert before.pad_token_id == 381
+    assert kept_of(tmp_path / "out")[after.pad_token_id] == 381
 
 
 def test_blocks_stay_bit_for_bit_and_rows_move(dense, prune, tmp_path):

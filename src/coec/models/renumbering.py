@@ -29,7 +29,7 @@ _TABLES, _MERGES = ("vocab.json", "added_tokens.json"), "merges.txt"
 """Files with the ids of tokens, and that of the merges, which tokenizer.json has too."""
 LEFT_OUT = ("tokenizer.model*", "tekken.json", "*.tiktoken")
 """Patterns of files with a tokenizer in other formats, which keep the dense ids: left out."""
-_IDS = re.compile(r"_token_ids?$|^(begin_)?suppress_tokens$|^bad_words_ids$")
+_IDS = re.compile(r"_token_ids?$|^(begin_)?suppress_tokens$|^bad_words_ids$|^sequence_bias$")
 """Keys of a configuration whose values are token ids."""
 
 

@@ -195,8 +195,11 @@ def _staying(dense: Dense, content: JsonDict) -> set[int]:
     staying |= {token["id"] for token in content["added_tokens"]}
     if (path := dense.folder / GENERATION_CONFIG).is_file():
         named |= named_ids(parse_json(path))
+    # Tokens in other files alone get the ids after those of tokenizer.json
+    tokenizer = load_tokenizer(dense.folder)
+    named |= {n for token, n in tokenizer.get_vocab().items() if token not in model["vocab"]}
     staying |= {number for number in named if 0 <= number < dense.vocabulary}
-    return staying | set(_template_ids(load_tokenizer(dense.folder)))
+    return staying | set(_template_ids(tokenizer))
 
 
 def _read_bpe(folder: Path) -> JsonDict:
