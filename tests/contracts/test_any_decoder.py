@@ -16,6 +16,7 @@ import coec
 import tiny_models as tm
 from coec.config.recipe import Recipe
 from coec.errors import ModelError, OptionError
+from coec.models.calls import decoder_of
 from coec.models.dense import Dense
 from coec.models.description import Description
 from coec.models.folder import read_config
@@ -290,6 +291,22 @@ def test_widths_that_a_class_derives_are_written_as_they_are(key, ids, tmp_path)
     described = Description.of(read_config(tmp_path / "out"))
     assert (Dense.open(folder).shape.ffn, described.shape.ffn) == (96, 72)
     assert (described.config[key], described.config["block_auto_adjust_ff_dim"]) == (72, False)
+
+
+@pytest.mark.parametrize("name", ["helium", "modernbert-decoder"])
+def test_a_key_gives_all_projections_a_bias(name, ids, tmp_path):
+    """Those that no compensation computes are zero."""
+    dense, out = saved(name, tmp_path / "dense"), tmp_path / "out"
+    coec.prune(dense, out, calibration=ids, **SETTINGS | {"compensation": "bias"})
+    model, written = load(dense), Dense.open(out)
+    layers, _ = decoder_of(model)
+    with torch.no_grad(), masked(model, dense, out):
+        for site in written.layout.sites:
+            bias = written.tensor(site.bias)
+            assert bias.any()
+            consumer = model.get_submodule(layers + site.consumer.removeprefix("model.layers."))
+            consumer.bias = torch.nn.Parameter(bias)
+        torch.testing.assert_close(logits(load(out)), logits(model), rtol=1e-4, atol=1e-4)
 
 
 def test_dropped_blocks_are_renumbered(models, ids, tmp_path):
