@@ -108,10 +108,11 @@ def masked(folder, out):
     model, kept = load(folder), load_file(out / "coec/kept.safetensors")
     units = json.loads((out / "coec.json").read_text())["recipe"]["attention_units"]
     with torch.no_grad():
+        inner = getattr(model.model, "language_model", None) or model.model.text_model
         for site in Dense.open(folder).counted_in(units).layout.sites:
             name = site.weight.removeprefix("model.")
             columns = site.kept_columns(KeptSet(kept[site.key], site.units)).dropped()
-            model.model.language_model.get_parameter(name)[:, columns] = 0
+            inner.get_parameter(name)[:, columns] = 0
     return model
 
 
@@ -176,6 +177,24 @@ def test_a_head_apart_is_written_as_one(tokens, tmp_path):
     said = json.loads((out / "config.json").read_text())
     assert said["tie_word_embeddings"] is said["text_config"]["tie_word_embeddings"] is False
     assert load(out).lm_head.weight.eq(1).all()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_calls_it_text_model(tied, tokens, tmp_path):
+    """Idefics 3, and SmolVLM after it."""
+    text = transformers.LlamaConfig(**SIZES, head_dim=4, tie_word_embeddings=tied)
+    whole = transformers.Idefics3Config(
+        vision_config=VISION | {"patch_size": 4}, text_config=text, image_token_id=IMAGE,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(whole)
+    model.save_pretrained(dense := tmp_path / "dense")
+    settings = SETTINGS | {"compensation": "none", "calibration": tokens}
+    coec.prune(dense, tmp_path / "out", **settings)
+    ids, out = torch.arange(5, 40)[None], tmp_path / "out"
+    found, expected = (tm.logits(m, ids) for m in (load(out), masked(dense, out)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

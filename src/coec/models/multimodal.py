@@ -29,7 +29,10 @@ _ALONE = {"qwen2_5_vl_text": "qwen2"}
 """Types of language models inside others → equivalent types for text alone."""
 _MULTIMODAL_ROPE = "mrope_section"
 """Key of rotary settings with positions in time, height and width, which agree over text."""
-_NAMES = (("language_model.", ""), ("model.language_model.", "model."), ("", ""))
+_NAMES = (
+    ("language_model.", ""), ("model.language_model.", "model."),
+    ("model.text_model.", "model."), ("", ""),
+)  # fmt: skip
 """Prefixes of the language model's tensor names in a file, and when it stands alone."""
 _INSIDE = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
 
@@ -87,7 +90,7 @@ class Around:
     def outside(self) -> int:
         """Return the number of parameters of all but the language model."""
         named = self._built(self.config).named_parameters()
-        return sum(p.numel() for n, p in named if not ("language_model" in n or "lm_head" in n))
+        return sum(p.numel() for n, p in named if not (_is_language(n) or "lm_head" in n))
 
     def _built(self, config: JsonDict) -> torch.nn.Module:
         """Build the whole model without memory; OptionError where its class refuses."""
@@ -109,7 +112,7 @@ class Around:
         model = self._built(config)
         # In memory the parts have other names than in files: compared by what follows the block.
         built = {name.rpartition("layers.")[2]: p.shape for name, p in model.state_dict().items()
-                 if "language_model" in name and "layers." in name}  # fmt: skip
+                 if _is_language(name) and "layers." in name}  # fmt: skip
         for name, shape in shapes.items():
             if "layers." in name and (found := built.get(name.rpartition("layers.")[2])) != shape:
                 had = "none" if found is None else tuple(found)
@@ -120,6 +123,11 @@ class Around:
             f"{self.name} cannot hold a language model of these sizes ({reason}): set "
             "attention_sparsity = 0, or a compensation without a bias"
         )
+
+
+def _is_language(name: str) -> bool:
+    """Return whether a tensor of the whole model in memory is in its language model."""
+    return "language_model" in name or "text_model" in name
 
 
 def around(config: JsonDict, stored: Any = ()) -> Around | None:
