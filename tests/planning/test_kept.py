@@ -195,20 +195,17 @@ def test_a_file_that_was_changed_is_another_run(dense, tokens, tmp_path, monkeyp
     assert stored["layers.0.mlp"].tolist() == UNITS["mlp"]
 
 
-@pytest.mark.parametrize("decided", ["heads", "auto"])
-def test_a_folder_says_what_its_units_are(decided, dense, tokens, tmp_path):
+@pytest.mark.parametrize(("decided", "named"), [("heads", ""), ("auto", ""), ("heads", KEPT)])
+def test_a_folder_says_what_its_units_are(decided, named, dense, tokens, tmp_path):
     settings = {"calibration": tokens, "samples": 8, "seq_len": 32, "preset": "paper",
                 "compensation": "none"}  # fmt: skip
     coec.prune(dense, tmp_path / "heads", attention_units=decided, sparsity=0.5, **settings)
-    again = coec.prune(
-        dense, tmp_path / "again", attention_units="auto", kept=tmp_path / "heads", **settings
-    )
+    kept = tmp_path / "heads" / named
+    again = coec.prune(dense, tmp_path / "again", attention_units="auto", kept=kept, **settings)
     assert again.plan["widths"]["query_heads"]["after"] == 4
     assert tm.same_weights(tmp_path / "heads", tmp_path / "again")
     with pytest.raises(OptionError, match="attention_units"):
-        coec.prune(
-            dense, tmp_path / "no", attention_units="groups", kept=tmp_path / "heads", **settings
-        )
+        coec.prune(dense, tmp_path / "no", attention_units="groups", kept=kept, **settings)
 
 
 @pytest.mark.parametrize("preset", ["paper", "fast"])

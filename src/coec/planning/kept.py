@@ -109,8 +109,10 @@ class KeptUnits:
             return cls.of(kept)
         if not isinstance(kept, str | Path):
             raise OptionError(f"kept is a {type(kept).__name__}: {WANTED}")
-        read = cls.of(_content(Path(kept)), str(kept))
-        return replace(read, **_reported(Path(kept)))
+        path = Path(kept)
+        if (path.parent.parent / KEPT) == path:
+            path = path.parent.parent  # the folder that coec wrote, whose report says more
+        return replace(cls.of(_content(path), str(kept)), **_reported(path))
 
     def of_site(self, site: Site) -> KeptSet | None:
         """Return the units that a site keeps; None where they are not named."""
