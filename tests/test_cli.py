@@ -192,6 +192,11 @@ def test_the_plan_of_a_model_for_chats_names_the_text_to_take(run, tmp_path, fil
         assert (hint in " ".join(out.split())) == told
 
 
+def test_of_several_processes_the_first_prints(run, dense, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert succeeded(run("prune", dense, "--dry-run")) == ("", "")
+
+
 def test_a_dry_run_shows_the_plan_that_does_not_fit(run, tmp_path, monkeypatch):
     """Whoever plans for a larger machine needs its figures; the refusal comes behind them."""
     little = devices.FreeMemory(None, 1_000_000)

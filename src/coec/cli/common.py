@@ -68,7 +68,14 @@ def check_out(out: object, flags: Mapping[str, Any]) -> None:
 
 
 def show(record: object, lines: Iterable["RenderableType"], as_json: bool) -> None:
-    """Print the result of a command: as one JSON object, or in lines and tables."""
+    """Print the result of a command: as one JSON object, or in lines and tables.
+
+    Of several processes only the first prints.
+    """
+    from coec.parallel import is_first  # imports torch
+
+    if not is_first():
+        return
     if as_json:
         print(json.dumps(record))
         return

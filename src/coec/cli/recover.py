@@ -53,9 +53,8 @@ def recover_command(
         common.noting(),
     ):
         report = recover(dense, pruned, out, progress=advance, **handling, **settings)
-    if parallel.is_first():
-        record = {"out": report.out, **report.as_dict()}
-        common.show(record, recovery_lines(report), flags["json"])
+    record = {"out": report.out, **report.as_dict()}
+    common.show(record, recovery_lines(report), flags["json"])
 
 
 def recovery_lines(report: "Report") -> Iterator[str]:
