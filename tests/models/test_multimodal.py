@@ -131,7 +131,7 @@ def test_removing_is_masking_with_an_image_too(kind, changes, models, tokens, tm
         logits(load(out)), logits(masked(models[kind], out)), rtol=0, atol=1e-12
     )
     assert "is the language model inside" in report.plan["notes"][0]
-    assert "taken off" not in str(report.plan["notes"])  # nothing wraps it
+    assert "other names" not in str(report.plan["notes"])  # nothing wraps it
     card = (out / "README.md").read_text(encoding="utf-8")
     assert "model = AutoModelForImageTextToText.from_pretrained(" in card
     assert "processor = AutoProcessor.from_pretrained(" in card

@@ -98,7 +98,7 @@ class Dense(Description):
             )
         described, headers = _described(folder, config, headers, notes)
         if not described.names.running:
-            notes += _wrapped(described, headers, around)
+            notes += _renamed(described, headers, around)
         dtype = check_headers(folder, headers, described.shapes)
         mix = {headers[name].dtype for name in described.shapes if not name.endswith(WIDE)}
         if len(mix) > 1:
@@ -314,16 +314,16 @@ def _described(
     return described, headers
 
 
-def _wrapped(
+def _renamed(
     described: Description, headers: Mapping[str, Header], around: Around | None
 ) -> Iterator[str]:
-    """Yield a note if the names in files begin with what a wrapper puts before them."""
+    """Yield a note if the names in files are not those that transformers writes."""
     stored_as = around.stored if around else str
     present = [name for name in described.shapes if name in headers]
-    if wrapped := [s for n in present if (s := headers[n].stored) != stored_as(n)]:
+    if renamed := [s for n in present if (s := headers[n].stored) != stored_as(n)]:
         yield (
-            f"the names of {len(wrapped)} tensors have what a wrapper puts before them "
-            f"({wrapped[0]}): it is taken off"
+            f"{len(renamed)} tensors have other names than transformers writes, such as "
+            f"{renamed[0]}: the result has transformers' names"
         )
 
 
