@@ -270,7 +270,7 @@ def test_the_command_that_got_too_few_answers_is_not_offered_again(run, dense, p
     [
         ({"calibration": "self:none.jsonl"}, "no text at 'none.jsonl'"),
         ({"calibration": "self:notes.txt"}, "'notes.txt' holds no prompts: give self:FILE"),
-        ({"calibration": "self", "answer_tokens": 5}, "answer_tokens has no effect with"),
+        ({"calibration": "self", "answer_tokens": 5}, "answer_tokens has no effect without calib"),
         ({"calibration": "self:a.jsonl", "vocabulary": 100}, "set vocabulary_text"),
     ],
 )
