@@ -442,6 +442,10 @@ def test_functions_of_a_file_select_and_compensate(run, dense, tokens, tmp_path,
     assert status == 0, err
     recipe = json.loads(Path("out/coec.json").read_text())["recipe"]
     assert (recipe["selection"], recipe["compensation"]) == ("largest", "scaled")
+    config = "selection = 'own.py:largest'\ncompensation = 'own.py:scaled'"
+    Path("recipe.toml").write_text(config)
+    succeeded(run("prune", dense, "again", *how, "--config", "recipe.toml"))
+    assert json.loads(Path("again/coec.json").read_text())["recipe"] == recipe
     for value, said in {
         "own.py:absent": "defines no absent", "absent.py:x": "cannot be run",
         "magic": "FILE.py:NAME", "broken.py:x": "cannot be run",

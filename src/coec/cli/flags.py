@@ -62,7 +62,7 @@ class Flag(NamedTuple):
         only_names = bool(self.names) and self.type is str and not self.functions
         metavar, parser = "|".join((_METAVARS.get(self.type, ""), *self.names)), None
         if self.functions:
-            metavar, parser = "NAME|FILE.py:NAME", self._function_or_name
+            metavar, parser = "NAME|FILE.py:NAME", self.function_or_name
         elif only_names:
             metavar, parser = "NAME", self._name
         elif self.names:
@@ -92,7 +92,12 @@ class Flag(NamedTuple):
             names = " or ".join(("a number", *self.names))
             raise typer.BadParameter(f"'{value}' is not {names}") from error
 
-    def _function_or_name(self, value: str) -> Any:
+    def function_or_name(self, value: str) -> Any:
+        """Return the function that FILE.py:NAME names, or a name that is allowed.
+
+        Raises:
+            BadParameter: the value is neither.
+        """
         file, _, name = value.rpartition(":")
         if value in self.names:
             return value
@@ -145,8 +150,10 @@ def given(flags: Mapping[str, Any], names: Iterable[str]) -> Values:
     return {name: flags[name] for name in names if flags.get(name) is not None}
 
 
-def read_config(path: Path, names: Iterable[str]) -> Values:
-    """Return settings from a TOML file; dashes and underscores in keys are alike.
+def read_config(path: Path, flags: Mapping[str, Flag]) -> Values:
+    """Return the settings of a TOML file, by the flags that take them.
+
+    Dashes and underscores in keys are alike.
 
     Raises:
         OptionError: the file cannot be read, is not TOML, or holds something else than a setting.
@@ -161,10 +168,15 @@ def read_config(path: Path, names: Iterable[str]) -> Values:
     if len(settings) < len(content):
         raise OptionError(f"'{path}' holds a setting twice, with a dash and an underscore")
     for name in settings:
-        if name not in names:
-            hint = did_you_mean(name, names)
+        if name not in flags:
+            hint = did_you_mean(name, flags)
             raise OptionError(f"'{path}' holds '{name}', which is no setting{hint}")
-    return settings
+    return {
+        name: flags[name].function_or_name(value)
+        if flags[name].functions and isinstance(value, str)
+        else value
+        for name, value in settings.items()
+    }
 
 
 _ARGUMENT = re.compile(

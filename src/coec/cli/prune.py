@@ -67,7 +67,7 @@ _SETTINGS = [
     flag if flag.name in FIRST_SCREEN else flag._replace(heading=f"More: {flag.heading.lower()}")
     for flag in flags_of(Recipe, "options", "trust_remote_code")
 ]
-NAMES = [flag.name for flag in (*_SETTINGS, *_OPTIONS)]
+_FLAGS = {flag.name: flag for flag in (*_SETTINGS, *_OPTIONS)}
 
 
 @with_flags(
@@ -94,8 +94,8 @@ def prune_command(
     common.quieten()
     from coec import parallel, pruning
 
-    chosen = read_config(flags["config"], NAMES) if flags["config"] else {}
-    chosen |= given(flags, NAMES) | {"trust_remote_code": flags["trust_remote_code"]}
+    chosen = read_config(flags["config"], _FLAGS) if flags["config"] else {}
+    chosen |= given(flags, _FLAGS) | {"trust_remote_code": flags["trust_remote_code"]}
     if out is None or flags["dry_run"]:
         _show_plan(pruning.plan(model, **chosen), model, out, flags)
         return
