@@ -446,6 +446,9 @@ def test_functions_of_a_file_select_and_compensate(run, dense, tokens, tmp_path,
     Path("recipe.toml").write_text(config)
     succeeded(run("prune", dense, "again", *how, "--config", "recipe.toml"))
     assert json.loads(Path("again/coec.json").read_text())["recipe"] == recipe
+    Path("recipe.toml").write_text("selection = 'own.py:absent'")
+    refused = run("prune", dense, "other", *how, "--config", "recipe.toml")
+    check_refused(refused, "'recipe.toml', selection: 'own.py' defines no absent")
     for value, said in {
         "own.py:absent": "defines no absent", "absent.py:x": "cannot be run",
         "magic": "FILE.py:NAME", "broken.py:x": "cannot be run",

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 import coec
 import tiny_models as tm
-from coec.cli.flags import read_config
+from coec.cli.flags import Flag, read_config
 from coec.config.recipe import Recipe
 from coec.errors import CoecError
 from coec.planning.kept import KEPT
@@ -41,7 +41,8 @@ from prunings import interrupt
 MEMORY = 12 * 2**30
 """Address space of the worker: what asks for absurd sizes fails, and does not drown the machine."""
 SMALL = {"preset": "paper", "samples": 8, "seq_len": 16, "compensation": "none"}
-RECIPE = ("preset", "sparsity", "selection", "alpha", "seed", "rotation")
+NAMES = ("preset", "sparsity", "selection", "alpha", "seed", "rotation")
+RECIPE = {name: Flag(name, str, "", functions=name == "selection") for name in NAMES}
 """What a file of settings may name."""
 
 

@@ -167,16 +167,16 @@ def read_config(path: Path, flags: Mapping[str, Flag]) -> Values:
     settings = {key.replace("-", "_"): value for key, value in content.items()}
     if len(settings) < len(content):
         raise OptionError(f"'{path}' holds a setting twice, with a dash and an underscore")
-    for name in settings:
+    for name, value in settings.items():
         if name not in flags:
             hint = did_you_mean(name, flags)
             raise OptionError(f"'{path}' holds '{name}', which is no setting{hint}")
-    return {
-        name: flags[name].function_or_name(value)
-        if flags[name].functions and isinstance(value, str)
-        else value
-        for name, value in settings.items()
-    }
+        if flags[name].functions and ".py:" in str(value):
+            try:
+                settings[name] = flags[name].function_or_name(value)
+            except typer.BadParameter as error:
+                raise OptionError(f"'{path}', {name}: {error}") from error
+    return settings
 
 
 _ARGUMENT = re.compile(
