@@ -233,14 +233,14 @@ def _distinct(model: PreTrainedModel, windows: Int[Tensor, "n length"], count: i
 def _check_effect(text: Any, rules: TextEvaluation) -> None:
     """Raise OptionError for a setting that the text makes idle."""
     if rules.answer_tokens is not None and not asks(text):
-        raise without_effect("answer_tokens", "no text = self:PROMPTS.jsonl")
+        raise without_effect("answer_tokens", "without text = self:PROMPTS.jsonl")
     if is_own(text) and rules.bos == "on":
-        raise without_effect("bos=on", f"text={text}")
+        raise without_effect("bos=on", f"with text={text}")
     for name in ("samples", "seed"):
         if name in rules.model_fields_set and not own_parts(text):
-            raise without_effect(name, "no text = self")
+            raise without_effect(name, "without text = self")
     if is_own(text) and rules.max_windows is not None:
-        raise without_effect("max_windows", f"text={text}")
+        raise without_effect("max_windows", f"with text={text}")
 
 
 def _check_baseline(model: Dense | Loaded, dense: Dense, trust_remote_code: bool) -> None:

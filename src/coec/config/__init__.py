@@ -209,9 +209,8 @@ def _one_line(error: ValidationError, names: Iterable[str]) -> str:
 
 
 def without_effect(name: str, why: str) -> OptionError:
-    """Return the error for a setting that other settings make idle; `why` may begin with `no`."""
-    given = f"without {why.removeprefix('no ')}" if why.startswith("no ") else f"with {why}"
-    return OptionError(f"{name} has no effect {given}: leave it out, or change the other")
+    """Return the error for a setting that others make idle: `with` one, or `without` one."""
+    return OptionError(f"{name} has no effect {why}: leave it out, or change the other")
 
 
 def is_own(text: Any) -> bool:

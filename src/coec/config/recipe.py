@@ -303,13 +303,13 @@ def _check_together(recipe: Recipe) -> None:
     """Raise OptionError if settings do not go together."""
     given = recipe.model_fields_set
     if "context" in given and not memory_size(recipe.budget or ""):
-        raise without_effect("context", "no budget of memory, such as 16GB")
+        raise without_effect("context", "without budget of memory, such as 16GB")
     if recipe.budget is not None and recipe.budget_active is not None:
         raise OptionError("budget and budget_active are both a budget: give one of them")
     if recipe.limit is not None and "sparsity" in given:
-        raise without_effect("sparsity", " = ".join(recipe.limit))
+        raise without_effect("sparsity", f"with {' = '.join(recipe.limit)}")
     if "holdout" in given and recipe.holdout and not recipe.sequential:
-        raise without_effect("holdout", "neither propagate nor reconstruct")
+        raise without_effect("holdout", "with neither propagate nor reconstruct")
     if recipe.drop_blocks and not recipe.sequential:
         raise OptionError(
             "drop_blocks needs blocks that are solved on the states of the pruned model: set "
@@ -319,9 +319,9 @@ def _check_together(recipe: Recipe) -> None:
         options = OPTIONS_OF[str(recipe.compensation)](**recipe.options)
         for option, why in options.idle().items():
             if option in recipe.options:
-                raise without_effect(option, why)
+                raise without_effect(option, f"with {why}")
     if recipe.vocabulary is None and recipe.vocabulary_text is not None:
-        raise without_effect("vocabulary_text", "no vocabulary = N")
+        raise without_effect("vocabulary_text", "without vocabulary = N")
     if recipe.pad_vocabulary is not None and recipe.pad_vocabulary < (recipe.vocabulary or 1):
         raise OptionError(
             f"pad_vocabulary must be at least vocabulary = {recipe.vocabulary:,}, got "
@@ -329,14 +329,14 @@ def _check_together(recipe: Recipe) -> None:
         )
     counted = recipe.calibration if recipe.vocabulary_text is None else recipe.vocabulary_text
     if recipe.answer_tokens is not None and not asks(recipe.calibration):
-        raise without_effect("answer_tokens", "no calibration = self:PROMPTS.jsonl")
+        raise without_effect("answer_tokens", "without calibration = self:PROMPTS.jsonl")
     if recipe.vocabulary is not None and own_parts(counted):
         raise OptionError(
             "vocabulary counts the tokens of a text, and self is none: set vocabulary_text"
         )
     units = recipe.attention_units if "attention_units" in given else "auto"
     if units != "auto" and recipe.attention_sparsity == 0:
-        raise without_effect(f"attention_units = {units}", "attention_sparsity = 0")
+        raise without_effect(f"attention_units = {units}", "with attention_sparsity = 0")
 
 
 class Options(Settings):

@@ -95,7 +95,7 @@ class Recovery(Settings):
         if self.tokens is not None and self.minutes is not None:
             raise OptionError("tokens and minutes are both a budget: give one of them")
         if self.answer_tokens is not None and not asks(self.text):
-            raise without_effect("answer_tokens", "no text = self:PROMPTS.jsonl")
+            raise without_effect("answer_tokens", "without text = self:PROMPTS.jsonl")
         if self.minutes is not None and self.predictions == "stored":
             raise OptionError("minutes cannot be a budget with predictions=stored: give tokens")
         return self

@@ -110,7 +110,7 @@ class Method:
         options = self.settings(**given)
         for option, why in options.idle().items():
             if option in given and given[option] != self.defaults.get(option):
-                raise without_effect(option, why)
+                raise without_effect(option, f"with {why}")
         return options
 
     def __call__(self, problem: SiteProblem, options: Options) -> SiteResult:

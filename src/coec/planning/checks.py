@@ -173,7 +173,7 @@ def _check_vocabulary(model: Description, recipe: Recipe) -> None:
 def _check_heads(model: Description) -> None:
     """Raise OptionError if no KV group has a query head to spare."""
     if model.architecture.attention_kept:
-        raise without_effect("attention_units = heads", model.architecture.model_type)
+        raise without_effect("attention_units = heads", f"with {model.architecture.model_type}")
     if min(model.shape.at(block).group for block in range(model.shape.layers)) == 1:
         raise OptionError(
             "attention_units = heads keeps one query head in every KV group at least, and this "

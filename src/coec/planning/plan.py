@@ -67,13 +67,15 @@ class Plan(Decisions):
             kept.check(model.layout)
             for name in IDLE if covered else ():
                 if name in recipe.model_fields_set:
-                    raise without_effect(name, f"'{kept.source}', which names units of every site")
+                    named = f"with '{kept.source}', which names units of every site"
+                    raise without_effect(name, named)
         device = choose_device(recipe.device)
         stored = model.dtype if isinstance(model, Dense) else stored_dtype(model.config)
         dropped = () if kept is None else kept.dropped
         if recipe.drop_blocks:
             if kept is not None and dropped:
-                raise without_effect("drop_blocks", f"'{kept.source}', which leaves out blocks")
+                leaving = f"with '{kept.source}', which leaves out blocks"
+                raise without_effect("drop_blocks", leaving)
             last = model.shape.layers - 1
             dropped = tuple(range(last - recipe.drop_blocks, last))
         attention = recipe.attention_sparsity
@@ -108,7 +110,8 @@ class Plan(Decisions):
         )
         plan = plan._within_budget()
         if kept is not None and covered and recipe.by_block and plan.pruned.uniform:
-            raise without_effect("by_block", f"'{kept.source}', whose widths are alike by block")
+            alike = f"with '{kept.source}', whose widths are alike by block"
+            raise without_effect("by_block", alike)
         return plan
 
     def _within_budget(self) -> "Plan":
