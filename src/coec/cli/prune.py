@@ -109,12 +109,12 @@ def prune_command(
 
             with common.noting():
                 report = prune_and_recover(model, out, flags["recover"], **running)
-    if parallel.is_first():
-        record = {"out": report.out, **report.as_dict()}
-        common.show(record, itertools.chain(_lines(report), lines(report)), flags["json"])
-        for event, modules in report.events.items() if not flags["json"] else ():
-            place = modules[0] + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
-            common.notes.print(f"note: {place}: {event}")
+    record = {"out": report.out, **report.as_dict()}
+    common.show(record, itertools.chain(_lines(report), lines(report)), flags["json"])
+    noted = parallel.is_first() and not flags["json"]
+    for event, modules in report.events.items() if noted else ():
+        place = modules[0] + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
+        common.notes.print(f"note: {place}: {event}")
 
 
 def _show_plan(plan: "Plan", model: str, out: str | None, flags: Mapping[str, Any]) -> None:

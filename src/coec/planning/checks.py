@@ -79,8 +79,7 @@ def check_dropped(
         shapes: shapes of its tensors.
         dropped: blocks that are left out.
     """
-    expected = {renumbered(name, dropped): shape for name, shape in shapes.items()}
-    expected.pop(None, None)
+    expected = {new: shape for name, shape in shapes.items() if (new := renumbered(name, dropped))}
     if Description.of(without_blocks(config, dropped), model.architecture).shapes != expected:
         raise OptionError(
             f"drop_blocks is not supported for {model.architecture.model_type}: which of its "
